@@ -36,16 +36,32 @@ def explanation(entry: str) -> str:
     """
     name = entry.rpartition("#")[2].removeprefix("E-")
     parts = Formatter().parse(texts()["message"][name])
-    text = "".join(words + ("" if field is None else "…") for words, field, _, _ in parts)
-    paragraphs = [line for line in [*text.strip().splitlines(), texts()["more"].get(name, "")] if line]
-    return "\n\n".join([f"E-{name}", *map(WRAPPER.fill, paragraphs), f"{MORE}: {PAGE}#E-{name}"])
+    text = "".join(
+        words + ("" if field is None else "…") for words, field, _, _ in parts
+    )
+    paragraphs = [
+        line
+        for line in [*text.strip().splitlines(), texts()["more"].get(name, "")]
+        if line
+    ]
+    return "\n\n".join(
+        [f"E-{name}", *map(WRAPPER.fill, paragraphs), f"{MORE}: {PAGE}#E-{name}"]
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit status: 2 for an unknown entry, otherwise 0."""
-    parser = argparse.ArgumentParser("python -m minifsdp", description="The tools of minifsdp.")
-    command = parser.add_subparsers(dest="command").add_parser("explain-error", help="explain an error message")
-    command.add_argument("entry", nargs="?", help="the entry that the message names, E-...; default: list all entries")
+    parser = argparse.ArgumentParser(
+        "python -m minifsdp", description="The tools of minifsdp."
+    )
+    command = parser.add_subparsers(dest="command").add_parser(
+        "explain-error", help="explain an error message"
+    )
+    command.add_argument(
+        "entry",
+        nargs="?",
+        help="the entry that the message names, E-...; default: list all entries",
+    )
     options = parser.parse_args(arguments)
     entries = [f"E-{name}" for name in sorted(texts()["message"])]
     if options.command is None or options.entry is None:
@@ -54,7 +70,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         print(explanation(options.entry))
     except KeyError:
-        close = ", ".join(difflib.get_close_matches(options.entry, entries)) or "none is similar"
+        close = (
+            ", ".join(difflib.get_close_matches(options.entry, entries))
+            or "none is similar"
+        )
         print(f"minifsdp has no message {options.entry}. Similar entries: {close}")
         return 2
     return 0

@@ -49,7 +49,10 @@ _Fetched = tuple[Any, Callable[[], bool]]
 
 
 def while_all_have_data(
-    batches: Iterable[T], group: dist.ProcessGroup | None = None, *, count_left: bool = False
+    batches: Iterable[T],
+    group: dist.ProcessGroup | None = None,
+    *,
+    count_left: bool = False,
 ) -> Iterator[T]:
     """Yields this rank's batches while all ranks have one. Every rank must iterate, and stop at the same batch.
 
@@ -87,13 +90,23 @@ def while_all_have_data(
     if error is None:
         mine = len(batch) + sum(1 for _ in loader) if count_left else 0
     by_rank = exchange([ranks], mine)
-    if failed := [f"rank {rank}: {text}" for rank, text in by_rank.items() if isinstance(text, str)]:
-        raise RuntimeError(message("loader-failed", failed="; ".join(failed))) from error
-    if counts := [f"{number} on rank {rank}" for rank, number in by_rank.items() if number]:
+    if failed := [
+        f"rank {rank}: {text}"
+        for rank, text in by_rank.items()
+        if isinstance(text, str)
+    ]:
+        raise RuntimeError(
+            message("loader-failed", failed="; ".join(failed))
+        ) from error
+    if counts := [
+        f"{number} on rank {rank}" for rank, number in by_rank.items() if number
+    ]:
         warn(message("batches-left", counts=", ".join(counts)))
 
 
-def _fetch(loader: Iterator[Any], ranks: Group, device: torch.device, comm_stream: CommStream) -> _Fetched:
+def _fetch(
+    loader: Iterator[Any], ranks: Group, device: torch.device, comm_stream: CommStream
+) -> _Fetched:
     """Fetches a batch and issues the all-reduce."""
     batch: list[Any] | Exception
     try:
@@ -105,7 +118,13 @@ def _fetch(loader: Iterator[Any], ranks: Group, device: torch.device, comm_strea
         num_without = torch.full((1,), not has_one, dtype=torch.int64, device=device)
         on_cpu = [num_without]
         # It is complete when the CPU has the result, so an observer sees a rank that waits for it.
-        work = events.collective("while_all_have_data", ranks, [num_without], _all_reduce, (ranks, on_cpu, comm_stream))
+        work = events.collective(
+            "while_all_have_data",
+            ranks,
+            [num_without],
+            _all_reduce,
+            (ranks, on_cpu, comm_stream),
+        )
 
     def all_have_one() -> bool:
         work.wait()
@@ -114,9 +133,13 @@ def _fetch(loader: Iterator[Any], ranks: Group, device: torch.device, comm_strea
     return batch, all_have_one
 
 
-def _all_reduce(ranks: Group, tensors: list[torch.Tensor], comm_stream: CommStream) -> Handle:
+def _all_reduce(
+    ranks: Group, tensors: list[torch.Tensor], comm_stream: CommStream
+) -> Handle:
     """Sums ``tensors`` over the ranks. On an accelerator, replaces them by copies on the CPU."""
-    work: Handle = ranks.process_group.allreduce(tensors, collectives.ALL_REDUCE) or COMPLETED
+    work: Handle = (
+        ranks.process_group.allreduce(tensors, collectives.ALL_REDUCE) or COMPLETED
+    )
     if comm_stream.stream is None:
         return work
     work.wait()
@@ -128,13 +151,20 @@ def _all_reduce(ranks: Group, tensors: list[torch.Tensor], comm_stream: CommStre
 def _device_to_send_from(group: Group, preferred: torch.device) -> torch.device:
     """``preferred``, if the process group can send from a device of its type; otherwise the current accelerator."""
     # For example "cpu:gloo,cuda:nccl".
-    kinds = [part.partition(":")[0] for part in dist.get_backend_config(group.process_group).split(",")]
+    kinds = [
+        part.partition(":")[0]
+        for part in dist.get_backend_config(group.process_group).split(",")
+    ]
     if preferred.type in kinds:
         return preferred
-    return device_of(group) or torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
+    return device_of(group) or torch.device(
+        kinds[0], torch.get_device_module(kinds[0]).current_device()
+    )
 
 
-def token_scale(num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+def token_scale(
+    num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
     """Returns the factor for a *sum* of losses that makes the mean over ranks equal to the mean over tokens.
 
     Every rank of the group must call it, once for each optimizer step.
@@ -148,15 +178,26 @@ def token_scale(num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None 
         Number of ranks / tokens of all ranks, a float32 scalar on the device of ``num_tokens``; 0 without tokens.
     """
     ranks = Group.of(group or default_group("group"))
-    given = num_tokens.device if isinstance(num_tokens, torch.Tensor) else torch.device("cpu")
+    given = (
+        num_tokens.device
+        if isinstance(num_tokens, torch.Tensor)
+        else torch.device("cpu")
+    )
     device = _device_to_send_from(ranks, given)
-    total = torch.as_tensor(num_tokens, dtype=torch.float64, device=device).detach().clone().reshape(1)
+    total = (
+        torch.as_tensor(num_tokens, dtype=torch.float64, device=device)
+        .detach()
+        .clone()
+        .reshape(1)
+    )
     collectives.all_reduce(ranks, total, kind="token_scale").wait()
     return torch.where(total > 0, ranks.size / total, 0.0).float().squeeze(0)
 
 
 def token_weighted(
-    loss_sum: torch.Tensor, num_tokens: int | torch.Tensor, group: dist.ProcessGroup | None = None
+    loss_sum: torch.Tensor,
+    num_tokens: int | torch.Tensor,
+    group: dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Returns the loss to call ``backward`` on, given the sum of the losses of this rank's tokens.
 

@@ -39,5 +39,9 @@ def apply_activation_checkpointing_wrapper(
         checkpoint_wrapper_fn: wraps one module.
         check_fn: returns whether to wrap a module.
     """
-    warn_renamed("apply_activation_checkpointing_wrapper", "apply_activation_checkpointing")
-    apply_activation_checkpointing(model, checkpoint_wrapper_fn=checkpoint_wrapper_fn, check_fn=check_fn)
+    warn_renamed(
+        "apply_activation_checkpointing_wrapper", "apply_activation_checkpointing"
+    )
+    apply_activation_checkpointing(
+        model, checkpoint_wrapper_fn=checkpoint_wrapper_fn, check_fn=check_fn
+    )

@@ -34,15 +34,28 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FlatParameter
 from torch.distributed.fsdp._common_utils import _FSDPState
-from torch.distributed.fsdp.fully_sharded_data_parallel import LOW_PRECISION_HOOKS, HandleTrainingState, TrainingState
+from torch.distributed.fsdp.fully_sharded_data_parallel import (
+    LOW_PRECISION_HOOKS,
+    HandleTrainingState,
+    TrainingState,
+)
 from torch.optim import Optimizer
 
 from minifsdp import api
 from minifsdp.api import *  # noqa: F403
 from minifsdp.cases import parts_of_units
-from minifsdp.checkpoint import optim_state, optim_state_load, state_dict, state_dict_load
+from minifsdp.checkpoint import (
+    optim_state,
+    optim_state_load,
+    state_dict,
+    state_dict_load,
+)
 from minifsdp.checkpoint import state_dict_options as options
-from minifsdp.checkpoint.state_dict_options import Form, OptimStateKeyType, StateDictType
+from minifsdp.checkpoint.state_dict_options import (
+    Form,
+    OptimStateKeyType,
+    StateDictType,
+)
 from minifsdp.checks import arguments
 from minifsdp.checks.arguments import OPTIMIZER, Kind, is_a, or_none, require
 from minifsdp.compat import optim_state_legacy
@@ -54,7 +67,12 @@ from minifsdp.engine.messages import message, warn
 from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.fsdp1.build import HYBRID_SHARDING_STRATEGIES
 from minifsdp.fsdp1.names import NamedWrapper
-from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, ProcessGroupType, ShardingStrategy
+from minifsdp.fsdp1.options import (
+    CPUOffload,
+    MixedPrecision,
+    ProcessGroupType,
+    ShardingStrategy,
+)
 from minifsdp.fsdp1.policies import CustomPolicy, ModuleWrapPolicy
 from minifsdp.fsdp1.training import TrainingMethods
 from minifsdp.fsdp1.wrapper import PREFIX as FSDP_PREFIX
@@ -79,7 +97,8 @@ __all__ = [
 __all__ += api.__all__
 
 PREFETCH = Kind(
-    "one of BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST or None", or_none(is_a(BackwardPrefetch))
+    "one of BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST or None",
+    or_none(is_a(BackwardPrefetch)),
 )
 OFFLOAD = Kind("a CPUOffload or None", or_none(is_a(CPUOffload)))
 SHARDED = Form(StateDictType.SHARDED_STATE_DICT)
@@ -139,9 +158,15 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
         fsdp_auto_wrap_policy: Any = None,
     ) -> None:
         require(arguments.MESH, "FullyShardedDataParallel", device_mesh=device_mesh)
-        require(PREFETCH, "FullyShardedDataParallel", backward_prefetch=backward_prefetch)
+        require(
+            PREFETCH, "FullyShardedDataParallel", backward_prefetch=backward_prefetch
+        )
         require(OFFLOAD, "FullyShardedDataParallel", cpu_offload=cpu_offload)
-        require(arguments.PRECISION, "FullyShardedDataParallel", mixed_precision=mixed_precision)
+        require(
+            arguments.PRECISION,
+            "FullyShardedDataParallel",
+            mixed_precision=mixed_precision,
+        )
         super().__init__(
             module,
             # A policy wraps with this class, because a user's subclass may have other constructor arguments.
@@ -149,7 +174,9 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
             process_group=process_group,
             sharding_strategy=sharding_strategy,
             cpu_offload=cpu_offload,
-            auto_wrap_policy=policy_by_either_name(auto_wrap_policy, fsdp_auto_wrap_policy),
+            auto_wrap_policy=policy_by_either_name(
+                auto_wrap_policy, fsdp_auto_wrap_policy
+            ),
             backward_prefetch=backward_prefetch,
             mixed_precision=mixed_precision,
             ignored_modules=ignored_modules,
@@ -168,7 +195,9 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
         step_over_this_package()
 
     @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:  # type: ignore[override]
+    def fsdp_modules(  # type: ignore[override]
+        module: nn.Module, root_only: bool = False
+    ) -> list[FullyShardedDataParallel]:
         """All wrappers in ``module``, including ``module`` itself; ``root_only`` skips inner wrappers (NAMES-06)."""
         require(arguments.MODULE, "fsdp_modules", module=module)
         return Wrapper.fsdp_modules(module, root_only)  # type: ignore[return-value]
@@ -190,7 +219,11 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
     # --- the model's state ---
 
     def state_dict(  # type: ignore[override]
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
+        self,
+        *args: Any,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
     ) -> dict[str, Any]:
         """The state in the chosen form, full by default (SD-FULL, SD-SHARD, SD-LOCAL). Every rank must call it.
 
@@ -199,9 +232,18 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
         belong to no unit are the model's own tensors.
         """
         walk = super().state_dict
-        return state_dict.save(self, walk, *args, destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return state_dict.save(
+            self,
+            walk,
+            *args,
+            destination=destination,
+            prefix=prefix,
+            keep_vars=keep_vars,
+        )
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Loads a state in the chosen form (SD-FULL-08, SD-SHARD-03, SD-LOCAL-03). Every rank must call it.
 
         Args:
@@ -213,7 +255,9 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
             RuntimeError: on all ranks, before any change, if the dict of any rank does not fit.
         """
         require(arguments.STATE, "load_state_dict", state_dict=state_dict)
-        return state_dict_load.load(self, super().load_state_dict, state_dict, strict, assign)
+        return state_dict_load.load(
+            self, super().load_state_dict, state_dict, strict, assign
+        )
 
     @staticmethod
     def set_state_dict_type(
@@ -232,7 +276,9 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
         """
         require(arguments.MODULE, "set_state_dict_type", module=module)
         warn(message("state-dict-type-deprecated"), FutureWarning)
-        return options.set_type(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        return options.set_type(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
 
     @staticmethod
     def get_state_dict_type(module: nn.Module) -> options.StateDictSettings:
@@ -254,7 +300,9 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
         """Sets the form like `set_state_dict_type`, for the duration of a ``with`` block (SD-CFG-08)."""
         require(arguments.MODULE, "state_dict_type", module=module)
         warn(message("state-dict-type-deprecated"), FutureWarning)
-        return options.type_in_block(module, state_dict_type, state_dict_config, optim_state_dict_config)
+        return options.type_in_block(
+            module, state_dict_type, state_dict_config, optim_state_dict_config
+        )
 
     # --- the optimizer's state ---
 
@@ -284,9 +332,15 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
         """
         require(arguments.MODULE, "optim_state_dict", model=model)
         require(OPTIMIZER, "optim_state_dict", optim=optim)
-        require(arguments.WHOLE_OPTIMIZER_STATE, "optim_state_dict", optim_state_dict=optim_state_dict)
+        require(
+            arguments.WHOLE_OPTIMIZER_STATE,
+            "optim_state_dict",
+            optim_state_dict=optim_state_dict,
+        )
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        return optim_state.save(model, optim, given, options.form_for_optimizer(model), group)
+        return optim_state.save(
+            model, optim, given, options.form_for_optimizer(model), group
+        )
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -312,11 +366,19 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
             RuntimeError: on all ranks, before any change, if the dict does not fit, or if a rank does not call this.
             ValueError: on all ranks, if the dict does not fit, or if the model has no unit.
         """
-        model, optim, optim_state_dict = optim_state_legacy.in_todays_order(model, optim, optim_state_dict)
+        model, optim, optim_state_dict = optim_state_legacy.in_todays_order(
+            model, optim, optim_state_dict
+        )
         require(arguments.MODULE, "optim_state_dict_to_load", model=model)
         require(OPTIMIZER, "optim_state_dict_to_load", optim=optim)
-        require(arguments.OPTIMIZER_STATE, "optim_state_dict_to_load", optim_state_dict=optim_state_dict)
-        target = optim_state_load.Target(model, optim, options.form_for_optimizer(model), is_named_optimizer)
+        require(
+            arguments.OPTIMIZER_STATE,
+            "optim_state_dict_to_load",
+            optim_state_dict=optim_state_dict,
+        )
+        target = optim_state_load.Target(
+            model, optim, options.form_for_optimizer(model), is_named_optimizer
+        )
         loadable = optim_state_load.load(target, optim_state_dict)
         if load_directly:
             optim.load_state_dict(loadable)
@@ -335,7 +397,12 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
         Deprecated: use ``optim_state_dict``. ``optim_input`` is ignored.
         """
         return optim_state_legacy.save(
-            "full_optim_state_dict", model, optim, Form(first_only=rank0_only), group, optim_input
+            "full_optim_state_dict",
+            model,
+            optim,
+            Form(first_only=rank0_only),
+            group,
+            optim_input,
         )
 
     @staticmethod
@@ -349,9 +416,13 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
         ``device_mesh``, unless the optimizer's configuration has ``_use_dtensor=True``.
         """
         require(arguments.MODULE, "sharded_optim_state_dict", model=model)
-        use_dtensor = getattr(options.get_type(model).optim_state_dict_config, "_use_dtensor", False)
+        use_dtensor = getattr(
+            options.get_type(model).optim_state_dict_config, "_use_dtensor", False
+        )
         form = Form(StateDictType.SHARDED_STATE_DICT, use_dtensor=use_dtensor)
-        return optim_state_legacy.save("sharded_optim_state_dict", model, optim, form, group)
+        return optim_state_legacy.save(
+            "sharded_optim_state_dict", model, optim, form, group
+        )
 
     @staticmethod
     def shard_full_optim_state_dict(
@@ -369,7 +440,13 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
             ValueError: if both were given, or if the dict does not match. Ranks with a matching dict do not raise it.
         """
         return optim_state_legacy.load(
-            "shard_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim, Form(), communicates=False
+            "shard_full_optim_state_dict",
+            full_optim_state_dict,
+            model,
+            optim_input,
+            optim,
+            Form(),
+            communicates=False,
         )
 
     @staticmethod
@@ -388,7 +465,12 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
             ValueError: if ``optim`` and ``optim_input`` were both given, or, on all ranks, if the dict does not match.
         """
         return optim_state_legacy.load(
-            "scatter_full_optim_state_dict", full_optim_state_dict, model, optim_input, optim, Form(first_only=True)
+            "scatter_full_optim_state_dict",
+            full_optim_state_dict,
+            model,
+            optim_input,
+            optim,
+            Form(first_only=True),
         )
 
     @staticmethod
@@ -400,7 +482,12 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
         Deprecated: use ``optim_state_dict_to_load``.
         """
         return optim_state_legacy.load(
-            "flatten_sharded_optim_state_dict", sharded_optim_state_dict, model, None, optim, SHARDED
+            "flatten_sharded_optim_state_dict",
+            sharded_optim_state_dict,
+            model,
+            None,
+            optim,
+            SHARDED,
         )
 
     @staticmethod
@@ -424,5 +511,7 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
             AssertionError: if the key type is unknown.
             ValueError: if a key of the dict has no counterpart.
         """
-        target = optim_state_legacy.target("rekey_optim_state_dict", model, optim_input, optim, Form())
+        target = optim_state_legacy.target(
+            "rekey_optim_state_dict", model, optim_input, optim, Form()
+        )
         return optim_state_legacy.rekey(optim_state_dict, optim_state_key_type, target)

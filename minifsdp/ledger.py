@@ -36,10 +36,14 @@ def write_report(found: Findings) -> str:
     # Two jobs without an ID, two starts of a job, and two reports of a process use different files.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none").replace("/", "_")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    prefix = f"minifsdp-ledger-{run}-{restart}-rank{rank_of_this_process()}-{os.getpid()}-"
+    prefix = (
+        f"minifsdp-ledger-{run}-{restart}-rank{rank_of_this_process()}-{os.getpid()}-"
+    )
     try:
         folder = folder or tempfile.mkdtemp(prefix="minifsdp-")
-        with tempfile.NamedTemporaryFile("w", dir=folder, prefix=prefix, suffix=".json", delete=False) as file:
+        with tempfile.NamedTemporaryFile(
+            "w", dir=folder, prefix=prefix, suffix=".json", delete=False
+        ) as file:
             json.dump(report, file)
     except OSError as error:
         return f"(the report could not be written to a file: {error})"
@@ -53,27 +57,55 @@ def table_of(report: dict[str, Any], most: int) -> str:
         report: the contents of the file: the text of the report, and the fields of `Findings` by rank.
         most: the number of positions to print, counted from the end.
     """
-    text = [report["report"], "", "An epoch ends when the ranks compare their collectives, at the end of a backward."]
-    columns = {rank: {tuple(line[:3]): line for line in lines} for rank, lines in report["lines"].items()}
-    positions = sorted({position for column in columns.values() for position in column})[-most:]
+    text = [
+        report["report"],
+        "",
+        "An epoch ends when the ranks compare their collectives, at the end of a backward.",
+    ]
+    columns = {
+        rank: {tuple(line[:3]): line for line in lines}
+        for rank, lines in report["lines"].items()
+    }
+    positions = sorted(
+        {position for column in columns.values() for position in column}
+    )[-most:]
     # A cell is a text and a place in parentheses; between columns are two spaces.
-    width = 5 + max((len(line[3] + line[4]) for lines in columns.values() for line in lines.values()), default=0)
+    width = 5 + max(
+        (
+            len(line[3] + line[4])
+            for lines in columns.values()
+            for line in lines.values()
+        ),
+        default=0,
+    )
     for index, (group, epoch, number) in enumerate(positions):
         if index == 0 or positions[index - 1][:2] != (group, epoch):
             heads = "".join(f"rank {rank}".ljust(width) for rank in columns)
             text.append(f"group {group}, epoch {epoch}".ljust(24) + heads)
         there = [column.get((group, epoch, number)) for column in columns.values()]
-        mark = ">" if len({tuple(line[IDENTITY:]) for line in there if line}) > 1 else " "
-        cells = "".join((f"{line[3]} ({line[4]})" if line else "").ljust(width) for line in there)
+        mark = (
+            ">" if len({tuple(line[IDENTITY:]) for line in there if line}) > 1 else " "
+        )
+        cells = "".join(
+            (f"{line[3]} ({line[4]})" if line else "").ljust(width) for line in there
+        )
         text.append(f"{number:>6}{mark:>16}  {cells}".rstrip())
     return "\n".join(text)
 
 
 def main() -> None:
     """Prints the table for the file on the command line."""
-    parser = argparse.ArgumentParser("python -m minifsdp.ledger", description="Draws the collective logs of a failure.")
+    parser = argparse.ArgumentParser(
+        "python -m minifsdp.ledger",
+        description="Draws the collective logs of a failure.",
+    )
     parser.add_argument("file", type=Path, help="the file that the error message names")
-    parser.add_argument("--last", type=int, default=40, help="number of collectives to show, counted from the end")
+    parser.add_argument(
+        "--last",
+        type=int,
+        default=40,
+        help="number of collectives to show, counted from the end",
+    )
     options = parser.parse_args()
     print(table_of(json.loads(options.file.read_text(encoding="utf-8")), options.last))
 

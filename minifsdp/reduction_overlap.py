@@ -39,7 +39,9 @@ def set_reduction_overlap(module: nn.Module, overlaps: bool) -> None:
     Raises:
         ValueError: if there is no sharded module.
     """
-    units = [wrapper._unit for wrapper in Wrapper.fsdp_modules(module)] + [state.unit for _, state in states_in(module)]
+    units = [wrapper._unit for wrapper in Wrapper.fsdp_modules(module)] + [
+        state.unit for _, state in states_in(module)
+    ]
     if not units:
         raise ValueError(message("nothing-sharded", type=type(module).__name__))
     for unit in units:

@@ -111,21 +111,41 @@ class Recorder:
         """Appends the events of an all-gather of ``unit``."""
         layout = unit.layout
         if layout.offloads:
-            self.begin("H2D", unit.name, num_bytes=layout.num_bytes // unit.plan.mesh.num_shards)
+            self.begin(
+                "H2D",
+                unit.name,
+                num_bytes=layout.num_bytes // unit.plan.mesh.num_shards,
+            )
         group = layout.group
         if group is not None:
-            facts = {"num_bytes": layout.num_bytes, "ranks": group.ranks, "dtype": layout.dtype, "stream": "gather"}
+            facts = {
+                "num_bytes": layout.num_bytes,
+                "ranks": group.ranks,
+                "dtype": layout.dtype,
+                "stream": "gather",
+            }
             self.begin("AG", unit.name, **facts)
 
-    def reduction_begins(self, kind: str, reduction: Any, group: Any, stream: str) -> Event:
+    def reduction_begins(
+        self, kind: str, reduction: Any, group: Any, stream: str
+    ) -> Event:
         """Appends the event of a collective of a reduction."""
         sent = reduction.whole if kind == "RS" else reduction.local_shard
-        facts = {"num_bytes": sent.nbytes, "ranks": group.ranks, "dtype": sent.dtype, "stream": stream}
+        facts = {
+            "num_bytes": sent.nbytes,
+            "ranks": group.ranks,
+            "dtype": sent.dtype,
+            "stream": stream,
+        }
         return self.begin(kind, reduction.layout.name, **facts)
 
     def order(self, *kinds: str) -> list[str]:
         """The events as strings such as ``"AG 0"``, all of them or only the given kinds, in order of issue."""
-        return [f"{event.kind} {event.unit}".rstrip() for event in self.events if not kinds or event.kind in kinds]
+        return [
+            f"{event.kind} {event.unit}".rstrip()
+            for event in self.events
+            if not kinds or event.kind in kinds
+        ]
 
     def count(self, kind: str) -> int:
         """The number of events of one kind."""

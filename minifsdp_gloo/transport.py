@@ -94,11 +94,17 @@ class Transport:
         self._rank = backend.rank()
         self._size = backend.size()
         # Each rank sends to the next rank first, so that not all ranks send to the same rank at once.
-        self._others = [(self._rank + distance) % self._size for distance in range(1, self._size)]
+        self._others = [
+            (self._rank + distance) % self._size for distance in range(1, self._size)
+        ]
         # 8. A group that sends no data. Dispatch modes see its collectives.
-        self._for_modes: Any = dist.ProcessGroup(dist.HashStore(), self._rank, self._size)
+        self._for_modes: Any = dist.ProcessGroup(
+            dist.HashStore(), self._rank, self._size
+        )
         sends_nothing = FakeProcessGroup._create_internal(self._rank, self._size)
-        self._for_modes._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing)
+        self._for_modes._register_backend(
+            torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing
+        )
         # 6. The incomplete exchanges.
         self._in_flight = deque[_Exchange]()
         # 7. The last sizes of an epoch, and the size that followed each order when the ranks last compared it.
@@ -160,7 +166,9 @@ class Transport:
             self._for_modes._allgather_base(output, local_shard, options)
         is_small = local_shard.nbytes < self._least_bytes and self._is_known
         if is_small and self._size > 2:
-            return _PollingWork(self._backend._allgather_base(output, local_shard, options))
+            return _PollingWork(
+                self._backend._allgather_base(output, local_shard, options)
+            )
         places = output.tensor_split(self._size)
         if not is_small:
             return self._send_to_all([places], [local_shard], _GATHER_TAG)
@@ -169,7 +177,11 @@ class Transport:
         return self._swap_in_thread(places[1 - self._rank], local_shard)
 
     def all_gather_apart(
-        self, output: torch.Tensor, local_shard: torch.Tensor, options: Any = None, tag: int = _QUESTION_TAG
+        self,
+        output: torch.Tensor,
+        local_shard: torch.Tensor,
+        options: Any = None,
+        tag: int = _QUESTION_TAG,
     ) -> _Exchange:
         """Issues an all-gather that cannot pair up with any other collective; dispatch modes do not see it.
 
@@ -179,9 +191,13 @@ class Transport:
 
     def sends_each(self, outputs: Sequence[torch.Tensor]) -> bool:
         """Whether `all_gather_each` is faster than an all-gather of all tensors together (5)."""
-        return sum(output[0].nbytes for output in outputs) >= _WORTH_A_MESSAGE * len(outputs)
+        return sum(output[0].nbytes for output in outputs) >= _WORTH_A_MESSAGE * len(
+            outputs
+        )
 
-    def all_gather_each(self, outputs: Sequence[torch.Tensor], local_shards: Sequence[torch.Tensor]) -> _Exchange:
+    def all_gather_each(
+        self, outputs: Sequence[torch.Tensor], local_shards: Sequence[torch.Tensor]
+    ) -> _Exchange:
         """Issues the all-gather of several tensors, each directly into its own output.
 
         Args:
@@ -191,23 +207,36 @@ class Transport:
         if torch._C._len_torch_dispatch_stack():
             numel = sum(output[0].numel() for output in outputs)
             whole = outputs[0].as_strided((self._size * numel,), (1,))
-            self._for_modes._allgather_base(whole, local_shards[0].as_strided((numel,), (1,)), AllgatherOptions())
+            self._for_modes._allgather_base(
+                whole, local_shards[0].as_strided((numel,), (1,)), AllgatherOptions()
+            )
         return self._send_to_all(outputs, local_shards, _GATHER_TAG)
 
     def _send_to_all(
-        self, outputs: Sequence[torch.Tensor | Sequence[torch.Tensor]], local_shards: Sequence[torch.Tensor], tag: int
+        self,
+        outputs: Sequence[torch.Tensor | Sequence[torch.Tensor]],
+        local_shards: Sequence[torch.Tensor],
+        tag: int,
     ) -> _Exchange:
         # 7. All-gathers of different sizes must not pair up.
         tag += (sum(output[0].nbytes for output in outputs) ^ self._salt) % _NUM_TAGS
-        messages = [self._backend.recv([output[other]], other, tag) for output in outputs for other in self._others]
+        messages = [
+            self._backend.recv([output[other]], other, tag)
+            for output in outputs
+            for other in self._others
+        ]
         for output, local_shard in zip(outputs, local_shards, strict=True):
             own = output[self._rank]
             if own.data_ptr() != local_shard.data_ptr():
                 own.copy_(local_shard)
-            messages += [self._backend.send([own], other, tag) for other in self._others]
+            messages += [
+                self._backend.send([own], other, tag) for other in self._others
+            ]
         return _Exchange(messages, self._in_flight)
 
-    def reduce_scatter_single(self, local_shard: torch.Tensor, whole: torch.Tensor, options: Any) -> _Sum:
+    def reduce_scatter_single(
+        self, local_shard: torch.Tensor, whole: torch.Tensor, options: Any
+    ) -> _Sum:
         """Issues a reduce-scatter, with the signature of the process group's method."""
         if torch._C._len_torch_dispatch_stack():
             self._for_modes._reduce_scatter_base(local_shard, whole, options)
@@ -215,24 +244,38 @@ class Transport:
         is_small = local_shard.nbytes < self._least_bytes
         if is_small and self._size > 2:
             received = torch.empty_like(whole)
-            work = _PollingWork(self._backend.alltoall_base(received, whole, [], [], _ALL_TO_ALL))
+            work = _PollingWork(
+                self._backend.alltoall_base(received, whole, [], [], _ALL_TO_ALL)
+            )
             return _Sum(work, received.tensor_split(self._size), local_shard)
         # 2. One of the first two summands comes from another rank. Receive it in the output.
         parts = list(own)
         first = 1 if self._rank == 0 else 0
         for other in self._others:
-            parts[other] = local_shard if other == first else torch.empty_like(local_shard)
+            parts[other] = (
+                local_shard if other == first else torch.empty_like(local_shard)
+            )
         if is_small:
-            return _Sum(self._swap_in_thread(local_shard, own[first]), parts, local_shard)
+            return _Sum(
+                self._swap_in_thread(local_shard, own[first]), parts, local_shard
+            )
         tag = _REDUCE_TAG + self._salt
-        messages = [self._backend.recv([parts[other]], other, tag) for other in self._others]
-        messages += [self._backend.send([own[other]], other, tag) for other in self._others]
+        messages = [
+            self._backend.recv([parts[other]], other, tag) for other in self._others
+        ]
+        messages += [
+            self._backend.send([own[other]], other, tag) for other in self._others
+        ]
         return _Sum(_Exchange(messages, self._in_flight), parts, local_shard)
 
-    def _swap_in_thread(self, received: torch.Tensor, sent: torch.Tensor) -> _PollingWork:
+    def _swap_in_thread(
+        self, received: torch.Tensor, sent: torch.Tensor
+    ) -> _PollingWork:
         """5. Exchanges tensors between two ranks, by an all-to-all in which no rank sends to itself."""
         lengths = [0, sent.shape[0]] if self._rank == 0 else [sent.shape[0], 0]
-        return _PollingWork(self._backend.alltoall_base(received, sent, lengths, lengths, _ALL_TO_ALL))
+        return _PollingWork(
+            self._backend.alltoall_base(received, sent, lengths, lengths, _ALL_TO_ALL)
+        )
 
     # Their names before torch 2.13.
     _allgather_base = all_gather_single
@@ -272,7 +315,10 @@ class _Sum:
     """The handle of a reduce-scatter: waits for the parts of all ranks, and writes their sum to ``local_shard``."""
 
     def __init__(
-        self, work: _Exchange | _PollingWork, parts: Sequence[torch.Tensor], local_shard: torch.Tensor
+        self,
+        work: _Exchange | _PollingWork,
+        parts: Sequence[torch.Tensor],
+        local_shard: torch.Tensor,
     ) -> None:
         self._work = work
         self._parts = parts
@@ -297,8 +343,14 @@ def transport_between(process_group: Any) -> Transport | None:
     # Without a backend for CPUs, or without a process group of torch, there is no transport.
     with suppress(AttributeError, RuntimeError):
         backend = process_group._get_backend(torch.device("cpu"))
-    if choice == "collectives" or type(backend) is not dist.ProcessGroupGloo or backend.size() == 1:
+    if (
+        choice == "collectives"
+        or type(backend) is not dist.ProcessGroupGloo
+        or backend.size() == 1
+    ):
         return None
     if process_group not in _transports:
-        _transports[process_group] = Transport(backend, 0 if choice == "messages" else _WORTH_A_MESSAGE)
+        _transports[process_group] = Transport(
+            backend, 0 if choice == "messages" else _WORTH_A_MESSAGE
+        )
     return _transports[process_group]

@@ -59,7 +59,9 @@ def activation_bytes(job: Job, tokens: int, *, checkpointing: bool = False) -> f
     blocks = [matrices for unit in job.units if (matrices := _matrices(unit))]
     of_token = job.width * tokens
     kept = [of_token * sum(map(sum, matrices)) for matrices in blocks]
-    working = of_token * max((sum(matrix) for matrices in blocks for matrix in matrices), default=0)
+    working = of_token * max(
+        (sum(matrix) for matrices in blocks for matrix in matrices), default=0
+    )
     if checkpointing:
         inputs = of_token * sum(matrices[0][1] for matrices in blocks)
         return inputs + max(_head(job, tokens), max(kept, default=0) + working)
@@ -70,7 +72,12 @@ def operations(job: Job, tokens: int, *, checkpointing: bool = False) -> float:
     """Additions and multiplications in a rank's matrix products in a step, for all micro-batches (COST-17)."""
     blocks = [[prod(matrix) for matrix in _matrices(unit)] for unit in job.units]
     again = sum(sum(block[:-1]) for block in blocks) if checkpointing else 0
-    return 2.0 * job.micro_batches * tokens * (3 * (sum(map(sum, blocks)) + prod(_scores(job))) + again)
+    return (
+        2.0
+        * job.micro_batches
+        * tokens
+        * (3 * (sum(map(sum, blocks)) + prod(_scores(job))) + again)
+    )
 
 
 def _matrices(shapes: Sequence[Shape]) -> list[Shape]:

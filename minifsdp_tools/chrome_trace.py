@@ -12,10 +12,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from minifsdp.trace import Event
-from minifsdp_tools.events import STREAMS, EventsPerRank, from_zero, gathered_bytes, rows_of
+from minifsdp_tools.events import (
+    STREAMS,
+    EventsPerRank,
+    from_zero,
+    gathered_bytes,
+    rows_of,
+)
 
 
-def chrome_trace(events_per_rank: EventsPerRank, *, origins: Sequence[float] | None = None) -> dict[str, Any]:
+def chrome_trace(
+    events_per_rank: EventsPerRank, *, origins: Sequence[float] | None = None
+) -> dict[str, Any]:
     """The events in the Chrome trace event format, ready for ``json.dump``.
 
     Args:
@@ -32,28 +40,54 @@ def chrome_trace(events_per_rank: EventsPerRank, *, origins: Sequence[float] | N
 
 def _items(rank: int, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
     """All items of one rank: its name, its threads, the spans and moments by track and row, and its memory."""
-    yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    yield {
+        "ph": "M",
+        "name": "process_name",
+        "pid": rank,
+        "args": {"name": f"rank {rank}"},
+    }
     for number, stream in enumerate(STREAMS):
         on_stream = [event for event in events if event.stream == stream]
         rows = rows_of(on_stream, 0.0)
         for row in sorted({*rows}):
             name = stream if row == 0 else f"{stream} ({row + 1})"
-            yield {"ph": "M", "name": "thread_name", "pid": rank, "tid": 100 * number + row, "args": {"name": name}}
+            yield {
+                "ph": "M",
+                "name": "thread_name",
+                "pid": rank,
+                "tid": 100 * number + row,
+                "args": {"name": name},
+            }
         for event, row in zip(on_stream, rows, strict=True):
             yield {"pid": rank, "tid": 100 * number + row} | _chrome_event(event)
     for seconds, num_bytes in gathered_bytes(events):
-        yield {"ph": "C", "name": "gathered", "pid": rank, "ts": _micro(seconds), "args": {"bytes": num_bytes}}
+        yield {
+            "ph": "C",
+            "name": "gathered",
+            "pid": rank,
+            "ts": _micro(seconds),
+            "args": {"bytes": num_bytes},
+        }
 
 
 def _chrome_event(event: Event) -> dict[str, Any]:
     dtype = "" if event.dtype is None else str(event.dtype).removeprefix("torch.")
     # Scope "t": the mark of a moment is drawn on its own thread only, and not across the whole window.
-    span = {"ph": "X", "dur": _micro(event.end - event.start)} if event.end > event.start else {"ph": "i", "s": "t"}
+    span = (
+        {"ph": "X", "dur": _micro(event.end - event.start)}
+        if event.end > event.start
+        else {"ph": "i", "s": "t"}
+    )
     return span | {
         "name": f"{event.kind} {event.unit or 'root'}",
         "cat": event.kind,
         "ts": _micro(event.start),
-        "args": {"unit": event.unit, "bytes": event.num_bytes, "ranks": list(event.ranks), "dtype": dtype},
+        "args": {
+            "unit": event.unit,
+            "bytes": event.num_bytes,
+            "ranks": list(event.ranks),
+            "dtype": dtype,
+        },
     }
 
 

@@ -56,7 +56,15 @@ import torch
 
 from minifsdp_tools.activations import activation_bytes, operations
 from minifsdp_tools.job import Job
-from minifsdp_tools.links import Cluster, Sent, StepTime, num_collectives, sent_by_link, sent_bytes, step_time
+from minifsdp_tools.links import (
+    Cluster,
+    Sent,
+    StepTime,
+    num_collectives,
+    sent_by_link,
+    sent_bytes,
+    step_time,
+)
 from minifsdp_tools.peaks import peak_of_backward, peak_of_forward
 
 __all__ = [
@@ -119,9 +127,13 @@ def cost_of(job: Job) -> Cost:
         stored=stored,
         host=host,
         after_backward=stored + gradients,
-        peak_forward=stored + (earlier if job.micro_batches > 1 else 0.0) + peak_of_forward(job),
-        peak_backward=stored + max(peak_of_backward(job, number) for number in backwards),
-        peak_optimizer=stored + (0.0 if job.offload else gradients + job.num_trained * job.scratch),
+        peak_forward=stored
+        + (earlier if job.micro_batches > 1 else 0.0)
+        + peak_of_forward(job),
+        peak_backward=stored
+        + max(peak_of_backward(job, number) for number in backwards),
+        peak_optimizer=stored
+        + (0.0 if job.offload else gradients + job.num_trained * job.scratch),
         sent=sent_bytes(job),
         num_collectives=num_collectives(job),
     )
@@ -141,4 +153,8 @@ def print_memory(label: str = "memory", device: Any = None) -> None:
         print(f"{label}: no accelerator, and PyTorch does not count the CPU's memory")
         return
     module: Any = torch.get_device_module(torch.accelerator.current_accelerator())
-    print(memory_line(module.memory_allocated(device), module.max_memory_allocated(device), label))
+    print(
+        memory_line(
+            module.memory_allocated(device), module.max_memory_allocated(device), label
+        )
+    )

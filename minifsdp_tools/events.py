@@ -48,18 +48,32 @@ def peak_gathered_bytes(events: Iterable[Event]) -> int:
     return max((num_bytes for _, num_bytes in gathered_bytes(events)), default=0)
 
 
-def from_zero(events_per_rank: EventsPerRank, origins: Sequence[float] | None) -> list[list[Event]]:
+def from_zero(
+    events_per_rank: EventsPerRank, origins: Sequence[float] | None
+) -> list[list[Event]]:
     """The events with times relative to the zero of their rank's clock."""
     if origins is None:
-        origins = [min((event.start for event in events), default=0.0) for events in events_per_rank]
+        origins = [
+            min((event.start for event in events), default=0.0)
+            for events in events_per_rank
+        ]
     if len(origins) != len(events_per_rank):
-        raise ValueError(message("timeline-origins", ranks=len(events_per_rank), origins=len(origins)))
-    return [[_earlier(event, zero) for event in events] for events, zero in zip(events_per_rank, origins, strict=True)]
+        raise ValueError(
+            message(
+                "timeline-origins", ranks=len(events_per_rank), origins=len(origins)
+            )
+        )
+    return [
+        [_earlier(event, zero) for event in events]
+        for events, zero in zip(events_per_rank, origins, strict=True)
+    ]
 
 
 def _earlier(event: Event, seconds: float) -> Event:
     arrived = None if event.arrived is None else event.arrived - seconds
-    return replace(event, start=event.start - seconds, end=event.end - seconds, arrived=arrived)
+    return replace(
+        event, start=event.start - seconds, end=event.end - seconds, arrived=arrived
+    )
 
 
 def rows_of(events: Sequence[Event], tolerance: float) -> list[int]:
@@ -67,7 +81,11 @@ def rows_of(events: Sequence[Event], tolerance: float) -> list[int]:
     ends: dict[int, float] = {}
     rows = []
     for event in events:
-        row = next(row for row in count() if ends.get(row, event.start) <= event.start + tolerance)
+        row = next(
+            row
+            for row in count()
+            if ends.get(row, event.start) <= event.start + tolerance
+        )
         ends[row] = event.end
         rows.append(row)
     return rows

@@ -35,7 +35,13 @@ from torch import nn
 
 from minifsdp.engine.messages import detail, message, rank_of_this_process, some
 from minifsdp_tools.cost import Cost, Job, cost_of
-from minifsdp_tools.explain_advice import MOST_NAMES, Advice, advice_for, assumptions, most_common
+from minifsdp_tools.explain_advice import (
+    MOST_NAMES,
+    Advice,
+    advice_for,
+    assumptions,
+    most_common,
+)
 from minifsdp_tools.explain_records import UnitSummary
 from minifsdp_tools.explain_units import choices_of, type_of, units_of
 from minifsdp_tools.formulas import size_of
@@ -98,14 +104,26 @@ class Explanation:
 
     def _repr_html_(self) -> str:
         """The tables for a notebook."""
-        from minifsdp_tools.timeline import TEMPLATES  # not at the top, because it imports jinja2, which is slow
+        from minifsdp_tools.timeline import (
+            TEMPLATES,
+        )  # not at the top, because it imports jinja2, which is slow
 
         template = TEMPLATES.get_template("explain.html.jinja")
-        return template.render(found=self, headline=_headline(self), memory=_memory(self), size=size_of, dtypes=_dtypes)
+        return template.render(
+            found=self,
+            headline=_headline(self),
+            memory=_memory(self),
+            size=size_of,
+            dtypes=_dtypes,
+        )
 
 
 def explain(
-    model: nn.Module, *, optimizer: str = "Adam", num_shards: int | None = None, activations: float = 0
+    model: nn.Module,
+    *,
+    optimizer: str = "Adam",
+    num_shards: int | None = None,
+    activations: float = 0,
 ) -> Explanation:
     """Describes the units of a model, the shards of each rank, and the memory and traffic of a step.
 
@@ -130,7 +148,13 @@ def explain(
     if not isinstance(model, nn.Module):
         raise TypeError(message("explain-type", type=type(model).__name__))
     if optimizer not in STATES:
-        raise ValueError(message("explain-optimizer", optimizer=optimizer, known=", ".join(sorted(STATES))))
+        raise ValueError(
+            message(
+                "explain-optimizer",
+                optimizer=optimizer,
+                known=", ".join(sorted(STATES)),
+            )
+        )
     if not (units := units_of(model, num_shards)):
         raise ValueError(message("explain-nothing", type=type(model).__name__))
     like = most_common(units)
@@ -154,7 +178,11 @@ def explain(
 
 
 def _job_for(
-    model: nn.Module, units: Sequence[UnitSummary], like: UnitSummary, num_states: int, activations: float
+    model: nn.Module,
+    units: Sequence[UnitSummary],
+    like: UnitSummary,
+    num_states: int,
+    activations: float,
 ) -> Job:
     """The input of the calculator, with the choices of the unit ``like``."""
     root = next((unit for unit in units if unit.is_root), None)
@@ -163,7 +191,10 @@ def _job_for(
     return Job(
         units=[unit.shapes for unit in others],
         root=root.shapes if root else (),
-        trained=[root.trained_shapes if root else [], *(unit.trained_shapes for unit in others)],
+        trained=[
+            root.trained_shapes if root else [],
+            *(unit.trained_shapes for unit in others),
+        ],
         strategy=of_sharded if len(like.ranks) > 1 else "NO_SHARD",
         num_shards=len(like.ranks),
         num_replicas=like.num_replicas,
@@ -192,7 +223,10 @@ def _headline(found: Explanation) -> str:
 
 def _dtypes(unit: UnitSummary) -> str:
     """``float32``, or the stored, compute and reduce dtypes if they differ."""
-    names = [str(dtype).removeprefix("torch.") for dtype in (unit.stored, unit.compute, unit.reduce)]
+    names = [
+        str(dtype).removeprefix("torch.")
+        for dtype in (unit.stored, unit.compute, unit.reduce)
+    ]
     return names[0] if len(set(names)) == 1 else " / ".join(names)
 
 
@@ -203,49 +237,85 @@ def _memory(found: Explanation) -> list[tuple[str, float, str]]:
     if found.job.buffers:
         parts += f", buffers {size_of(found.job.buffers)}"
     collectives = {"AG": "all-gather", "RS": "reduce-scatter", "AR": "all-reduce"}
-    sent = [f"{num} {collectives[kind]}{'s' if num > 1 else ''}" for kind, num in cost.num_collectives.items() if num]
+    sent = [
+        f"{num} {collectives[kind]}{'s' if num > 1 else ''}"
+        for kind, num in cost.num_collectives.items()
+        if num
+    ]
     lines = [
-        ("stored between steps", cost.stored + cost.host, parts + (", on the host" if cost.host else "")),
-        ("after backward", cost.after_backward, f"with gradients {size_of(found.gradient_bytes)}"),
+        (
+            "stored between steps",
+            cost.stored + cost.host,
+            parts + (", on the host" if cost.host else ""),
+        ),
+        (
+            "after backward",
+            cost.after_backward,
+            f"with gradients {size_of(found.gradient_bytes)}",
+        ),
         ("at most, in forward", cost.peak_forward, ""),
         ("at most, in backward", cost.peak_backward, ""),
         ("at most, in the optimizer's step", cost.peak_optimizer, ""),
         ("sent in a step", sum(cost.sent.values()), ", ".join(sent)),
     ]
-    return [(what, num, "the peak" if num == cost.peak and not words else words) for what, num, words in lines]
+    return [
+        (what, num, "the peak" if num == cost.peak and not words else words)
+        for what, num, words in lines
+    ]
 
 
 def _as_text(found: Explanation) -> Iterator[str]:
-    table = [("unit", "parameters", "gathered", "each rank owns", "dtypes"), *_lines_of_units(found.units)]
+    table = [
+        ("unit", "parameters", "gathered", "each rank owns", "dtypes"),
+        *_lines_of_units(found.units),
+    ]
     width = max(len(line[0]) for line in table)
     yield from [_headline(found), ""]
     for name, numel, gathered, owned, dtypes in table:
         yield f"{name:{width}}  {numel:>14}  {gathered:>9}  {owned:>20}  {dtypes}"
     share = 100 * found.largest.numel / found.numel
-    yield from ["", f"largest unit: {found.largest.label}, {share:.0f} % of the parameters", "", "on each rank"]
+    yield from [
+        "",
+        f"largest unit: {found.largest.label}, {share:.0f} % of the parameters",
+        "",
+        "on each rank",
+    ]
     for what, num, words in _memory(found):
         yield f"  {what:33}{size_of(num):>9}  {words}".rstrip()
     yield from ["", *textwrap.wrap(detail("explain-not-in-it"), _WIDTH)]
     for text in found.assumptions:
         yield from textwrap.wrap(f"Assumed: {text}.", _WIDTH, subsequent_indent="  ")
     for advice in found.warnings:
-        yield from ["", *textwrap.wrap(f"{advice.kind}: {some(advice.units, MOST_NAMES)}", _WIDTH)]
+        yield from [
+            "",
+            *textwrap.wrap(f"{advice.kind}: {some(advice.units, MOST_NAMES)}", _WIDTH),
+        ]
         for words in (advice.cause, advice.remedy):
-            yield from textwrap.wrap(f"{words}.", _WIDTH, initial_indent="  ", subsequent_indent="  ")
+            yield from textwrap.wrap(
+                f"{words}.", _WIDTH, initial_indent="  ", subsequent_indent="  "
+            )
 
 
-def _lines_of_units(units: Sequence[UnitSummary]) -> Iterator[tuple[str, str, str, str, str]]:
+def _lines_of_units(
+    units: Sequence[UnitSummary],
+) -> Iterator[tuple[str, str, str, str, str]]:
     """A line of the table for each unit, or for a series of equal units."""
 
     def columns(unit: UnitSummary) -> tuple[str, str, str, str]:
         # Bytes that a rank stores: one number, or the smallest and the largest.
         least = min(unit.owned_bytes.values())
         most = max(unit.owned_bytes.values())
-        owned = size_of(most) if least == most else f"{size_of(least)} to {size_of(most)}"
+        owned = (
+            size_of(most) if least == most else f"{size_of(least)} to {size_of(most)}"
+        )
         dtypes = _dtypes(unit) + (", planned" if unit.is_planned else "")
         return f"{unit.numel:,}", size_of(unit.gathered_bytes), owned, dtypes
 
     for alike, group in itertools.groupby(units, columns):
         first, *others = group
-        label = f"{first.label} to {others[-1].label} ({len(others) + 1})" if others else first.label
+        label = (
+            f"{first.label} to {others[-1].label} ({len(others) + 1})"
+            if others
+            else first.label
+        )
         yield label, *alike

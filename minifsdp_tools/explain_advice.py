@@ -78,38 +78,63 @@ def advice_for(units: Sequence[UnitSummary]) -> Iterator[Advice]:
         # A unit that is stored on one rank is never all-gathered.
         if unit.numel > DOMINANT * total and (len(unit.ranks) > 1 or unit.is_planned):
             size = size_of(unit.gathered_bytes)
-            cause = detail("explain-dominant", percent=round(100 * unit.numel / total), size=size)
+            cause = detail(
+                "explain-dominant", percent=round(100 * unit.numel / total), size=size
+            )
             remedy = detail("explain-dominant-remedy", candidates=_candidates(unit))
             yield Advice("dominant", (unit.label,), cause, remedy)
     # 2. One warning for all small units.
     limit = min(KNEE, max(largest / 10, total / 100))
-    apart = [unit for unit in units if not unit.is_root and len(unit.ranks) * unit.num_replicas > 1]
+    apart = [
+        unit
+        for unit in units
+        if not unit.is_root and len(unit.ranks) * unit.num_replicas > 1
+    ]
     if small := [unit for unit in apart if unit.numel < limit]:
         numel = max(unit.numel for unit in small)
-        cause = detail("explain-small", num=len(small), numel=f"{numel:,}", knee=KNEE // 10**6)
-        yield Advice("small", tuple(unit.label for unit in small), cause, detail("explain-small-remedy"))
+        cause = detail(
+            "explain-small", num=len(small), numel=f"{numel:,}", knee=KNEE // 10**6
+        )
+        yield Advice(
+            "small",
+            tuple(unit.label for unit in small),
+            cause,
+            detail("explain-small-remedy"),
+        )
     for unit in units:  # 3.
         for parameter in unit.parameters:
             if parameter.ties:
                 yield Advice(
                     "tied",
                     (unit.label,),
-                    detail("explain-tied", name=parameter.name, ties=", ".join(parameter.ties)),
+                    detail(
+                        "explain-tied",
+                        name=parameter.name,
+                        ties=", ".join(parameter.ties),
+                    ),
                     detail("explain-tied-remedy"),
                 )
     for unit in units:  # 4.
         frozen = [parameter for parameter in unit.parameters if not parameter.trained]
-        if (unit.is_planned or not unit.per_parameter) and 0 < len(frozen) < len(unit.parameters):
-            size = size_of(sum(parameter.numel for parameter in frozen) * unit.compute.itemsize)
+        if (unit.is_planned or not unit.per_parameter) and 0 < len(frozen) < len(
+            unit.parameters
+        ):
+            size = size_of(
+                sum(parameter.numel for parameter in frozen) * unit.compute.itemsize
+            )
             names = some([parameter.name for parameter in frozen], MOST_NAMES)
             cause = detail("explain-frozen", num=len(frozen), names=names, size=size)
-            yield Advice("frozen", (unit.label,), cause, detail("explain-frozen-remedy"))
+            yield Advice(
+                "frozen", (unit.label,), cause, detail("explain-frozen-remedy")
+            )
     for unit in units:  # 5.
         if unit.low_batch_norms:
             yield Advice(
                 "batch-norm",
                 (unit.label,),
-                detail("explain-batch-norm", names=some(unit.low_batch_norms, MOST_NAMES)),
+                detail(
+                    "explain-batch-norm", names=some(unit.low_batch_norms, MOST_NAMES)
+                ),
                 detail("explain-batch-norm-remedy"),
             )
 
@@ -120,7 +145,9 @@ def _candidates(unit: UnitSummary) -> str:
     elements: dict[str, Counter[str]] = {}
     for parameter in unit.parameters:
         if found := re.match(r"(.*?\.)?(\d+)\.", parameter.name):
-            elements.setdefault(f"{found[1] or ''}*", Counter())[found[2]] += parameter.numel
+            elements.setdefault(f"{found[1] or ''}*", Counter())[found[2]] += (
+                parameter.numel
+            )
     if not elements:
         return ""
     series, modules = max(elements.items(), key=lambda item: item[1].total())
@@ -141,7 +168,9 @@ def _choices(unit: UnitSummary) -> dict[str, object]:
         "reduce dtype": unit.reduce,
         "offload": "host" if unit.offloads else "device",
         # The root's own unit follows another rule, which the job includes.
-        "resharding after forward": None if unit.is_root else (unit.frees, unit.reshards_to),
+        "resharding after forward": None
+        if unit.is_root
+        else (unit.frees, unit.reshards_to),
     }
 
 
@@ -154,25 +183,49 @@ def most_common(units: Sequence[UnitSummary]) -> UnitSummary:
     return max(candidates, key=lambda unit: num_bytes[tuple(_choices(unit).values())])
 
 
-def assumptions(model: nn.Module, units: Sequence[UnitSummary], like: UnitSummary) -> list[str]:
+def assumptions(
+    model: nn.Module, units: Sequence[UnitSummary], like: UnitSummary
+) -> list[str]:
     """Descriptions of the differences between this model and the job."""
     found = []
     usual = _choices(like)
     for unit in units:
-        differs = [what for what, choice in _choices(unit).items() if choice and usual[what] and choice != usual[what]]
+        differs = [
+            what
+            for what, choice in _choices(unit).items()
+            if choice and usual[what] and choice != usual[what]
+        ]
         if differs:
-            found.append(detail("explain-differs", unit=unit.label, what=", ".join(differs)))
+            found.append(
+                detail("explain-differs", unit=unit.label, what=", ".join(differs))
+            )
     if any(unit.is_planned for unit in units):
         found.append(detail("explain-planned", type=type_of(model)))
     apart = [unit for unit in units if not unit.is_root]
-    if nested := [unit.label for unit in apart if any(other.name.startswith(f"{unit.name}.") for other in units)]:
+    if nested := [
+        unit.label
+        for unit in apart
+        if any(other.name.startswith(f"{unit.name}.") for other in units)
+    ]:
         found.append(detail("explain-nested", names=some(nested, MOST_NAMES)))
-    if any(not unit.trained_shapes for unit in units) and any(unit.trained_shapes for unit in units):
+    if any(not unit.trained_shapes for unit in units) and any(
+        unit.trained_shapes for unit in units
+    ):
         found.append(detail("explain-frozen-first"))
-    mixed = [unit.label for unit in units if not unit.per_parameter and 0 < len(unit.trained_shapes) < len(unit.shapes)]
+    mixed = [
+        unit.label
+        for unit in units
+        if not unit.per_parameter and 0 < len(unit.trained_shapes) < len(unit.shapes)
+    ]
     if mixed:
         found.append(detail("explain-mixed", names=some(mixed, MOST_NAMES)))
     if is_sharded(model) and (left := left_out(model, units)):
         num_bytes = sum(parameter.nbytes for parameter in left.values())
-        found.append(detail("explain-left-out", names=some(list(left), MOST_NAMES), size=size_of(num_bytes)))
+        found.append(
+            detail(
+                "explain-left-out",
+                names=some(list(left), MOST_NAMES),
+                size=size_of(num_bytes),
+            )
+        )
     return found

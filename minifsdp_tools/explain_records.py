@@ -52,7 +52,11 @@ class ParameterSummary:
     @property
     def cut_shape(self) -> Shape:
         """The shape with the sharded dim moved to the front, as a `Job` needs it."""
-        return (self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :]) if self.shape else (1,)
+        return (
+            (self.shape[self.dim], *self.shape[: self.dim], *self.shape[self.dim + 1 :])
+            if self.shape
+            else (1,)
+        )
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,12 @@ class UnitSummary:
         """Bytes of its parameters that each rank stores, without padding, by global rank."""
         found: Counter[int] = Counter()
         for parameter in self.parameters:
-            found.update({rank: num * parameter.dtype.itemsize for rank, num in parameter.owned.items()})
+            found.update(
+                {
+                    rank: num * parameter.dtype.itemsize
+                    for rank, num in parameter.owned.items()
+                }
+            )
         return dict(sorted(found.items()))
 
     @property
@@ -129,13 +138,21 @@ class UnitSummary:
     @property
     def trained_shapes(self) -> list[Shape]:
         """The shapes of the trained parameters."""
-        return [parameter.cut_shape for parameter in self.parameters if parameter.trained]
+        return [
+            parameter.cut_shape for parameter in self.parameters if parameter.trained
+        ]
 
     def __str__(self) -> str:
         """A table of the number of elements of each parameter on each rank."""
         ranks = list(self.owned_bytes)
         width = max(len(parameter.name) for parameter in self.parameters)
-        lines = [f"{self.label}, {self.type}: elements on", " " * width + "".join(f"{f'rank {r}':>14}" for r in ranks)]
+        lines = [
+            f"{self.label}, {self.type}: elements on",
+            " " * width + "".join(f"{f'rank {r}':>14}" for r in ranks),
+        ]
         for parameter in self.parameters:
-            lines.append(f"{parameter.name:{width}}" + "".join(f"{parameter.owned.get(r, 0):14,}" for r in ranks))
+            lines.append(
+                f"{parameter.name:{width}}"
+                + "".join(f"{parameter.owned.get(r, 0):14,}" for r in ranks)
+            )
         return "\n".join(lines)

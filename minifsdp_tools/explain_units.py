@@ -63,13 +63,19 @@ def units_of(model: nn.Module, num_shards: int | None = None) -> list[UnitSummar
             is_root = wrapper is model
             buffers = wrapper.mixed_precision.buffer_dtype
             # The root stays unsharded until its backward, with any strategy.
-            units.append(_existing(wrapper._unit, names[wrapper], names, is_root, is_root, buffers))
+            units.append(
+                _existing(
+                    wrapper._unit, names[wrapper], names, is_root, is_root, buffers
+                )
+            )
     for name, state in states_in(model):
         if state.unit is not None:
             is_root = state is state_of(model)
             # If not set, the first forward decides: the root stays unsharded.
             stays = is_root and state.reshard_after_forward is None
-            units.append(_existing(state.unit, "" if is_root else name, names, is_root, stays))
+            units.append(
+                _existing(state.unit, "" if is_root else name, names, is_root, stays)
+            )
     if not is_sharded(model):
         units += _planned(model, names, units[0] if units else None, num_shards)
     return sorted(units, key=lambda unit: not unit.is_root)
@@ -91,24 +97,42 @@ def type_of(module: nn.Module) -> str:
 def left_out(model: nn.Module, units: Iterable[UnitSummary]) -> dict[str, nn.Parameter]:
     """Parameters that belong to none of the ``units``, by name."""
     # Compares names, because the registered tensor changes. A flat parameter has no name in its unit.
-    owned = {name for unit in units for parameter in unit.parameters for name in (parameter.name, *parameter.ties)}
-    places = [(path, *place) for path, module in model.named_modules() for place in module._parameters.items()]
-    named = {clean_name(full_name(path, name)): p for path, name, p in places if name != FLAT_NAME and p is not None}
+    owned = {
+        name
+        for unit in units
+        for parameter in unit.parameters
+        for name in (parameter.name, *parameter.ties)
+    }
+    places = [
+        (path, *place)
+        for path, module in model.named_modules()
+        for place in module._parameters.items()
+    ]
+    named = {
+        clean_name(full_name(path, name)): p
+        for path, name, p in places
+        if name != FLAT_NAME and p is not None
+    }
     return {name: parameter for name, parameter in named.items() if name not in owned}
 
 
 def choices_of(model: nn.Module) -> dict[str, Any]:
     """The fields of a `Job` that concern the whole model and not single units."""
     units = _sharded(model)
-    groups = [unit.plan.mesh.shard for unit in units if unit.layout.device.type == "cpu"]
+    groups = [
+        unit.plan.mesh.shard for unit in units if unit.layout.device.type == "cpu"
+    ]
     return {
         # For other models, the defaults of `fully_shard`, unless prefetching was set manually.
         "forward_prefetch": isinstance(model, Wrapper) and model.forward_prefetch,
-        "backward_prefetch": not isinstance(model, Wrapper) or model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE,
+        "backward_prefetch": not isinstance(model, Wrapper)
+        or model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE,
         # Whether some reduction overlaps with the next unit's computation; `set_reduction_overlap` can change it.
         "overlaps": not is_sharded(model) or any(unit.plan.overlaps for unit in units),
         # Whether shards are sent between CPUs by ``minifsdp_gloo``; not for a planned unit.
-        "by_messages": any(group is not None and group.transport is not None for group in groups),
+        "by_messages": any(
+            group is not None and group.transport is not None for group in groups
+        ),
         # Buffers may have several dtypes, so they are counted in bytes.
         "buffers": _buffer_bytes(model),
         "buffer": torch.uint8,
@@ -117,13 +141,19 @@ def choices_of(model: nn.Module) -> dict[str, Any]:
 
 def _sharded(model: nn.Module) -> list[Unit]:
     """All units of a model, of both APIs."""
-    units = [wrapper._unit for wrapper in Wrapper.fsdp_modules(model)] + [state.unit for _, state in states_in(model)]
+    units = [wrapper._unit for wrapper in Wrapper.fsdp_modules(model)] + [
+        state.unit for _, state in states_in(model)
+    ]
     return [unit for unit in units if unit is not None]
 
 
 def _buffer_bytes(model: nn.Module) -> int:
     """Bytes of all buffers, in the dtypes that they have from the first forward on. They are not sharded."""
-    chosen = {m: w.mixed_precision.buffer_dtype for w in Wrapper.fsdp_modules(model) for _, m in w._own_modules()}
+    chosen = {
+        m: w.mixed_precision.buffer_dtype
+        for w in Wrapper.fsdp_modules(model)
+        for _, m in w._own_modules()
+    }
     num_bytes = {}
     for module in model.modules():
         for buffer in module.buffers(recurse=False):
@@ -136,7 +166,12 @@ def _buffer_bytes(model: nn.Module) -> int:
 
 
 def _existing(
-    unit: Unit, name: str, names: Names, is_root: bool, stays: bool, buffers: torch.dtype | None = None
+    unit: Unit,
+    name: str,
+    names: Names,
+    is_root: bool,
+    stays: bool,
+    buffers: torch.dtype | None = None,
 ) -> UnitSummary:
     """Describes a unit.
 
@@ -175,18 +210,33 @@ def _parameters(layout: Layout, names: Names) -> Iterator[ParameterSummary]:
         for param in layout.params:
             dtype = param.local_shard.dtype
             trained = param.parameter.requires_grad
-            owned = _elements_by_rank(param.shape, param.dim, _ranks(param.mesh_groups.shard))
-            yield ParameterSummary(*_places(param.info, names), tuple(param.shape), param.dim, dtype, trained, owned)
+            owned = _elements_by_rank(
+                param.shape, param.dim, _ranks(param.mesh_groups.shard)
+            )
+            yield ParameterSummary(
+                *_places(param.info, names),
+                tuple(param.shape),
+                param.dim,
+                dtype,
+                trained,
+                owned,
+            )
     elif isinstance(layout, FlatLayout):
-        trained_flags = [parameter.requires_grad for parameter in layout.local_parameters]
+        trained_flags = [
+            parameter.requires_grad for parameter in layout.local_parameters
+        ]
         if not layout.use_orig_params:
             # One flat parameter for all.
             trained_flags *= len(layout.parameters)
         dtype = layout.registered.shard.dtype
         numbers = _elements_in_flat(layout.sharding, _ranks(layout.mesh.shard))
-        each = zip(layout.parameters, layout.local_shapes, trained_flags, numbers, strict=True)
+        each = zip(
+            layout.parameters, layout.local_shapes, trained_flags, numbers, strict=True
+        )
         for info, shape, trained, owned in each:
-            yield ParameterSummary(*_places(info, names), tuple(shape), 0, dtype, trained, owned)
+            yield ParameterSummary(
+                *_places(info, names), tuple(shape), 0, dtype, trained, owned
+            )
 
 
 def _ranks(group: Group | None) -> tuple[int, ...]:
@@ -195,34 +245,65 @@ def _ranks(group: Group | None) -> tuple[int, ...]:
 
 def _places(info: ParamInfo, names: Names) -> tuple[str, tuple[str, ...]]:
     """The name of a parameter, and the names of its ties."""
-    first, *ties = [full_name(names[place.module], place.name) for place in info.attributes]
+    first, *ties = [
+        full_name(names[place.module], place.name) for place in info.attributes
+    ]
     return first, tuple(ties)
 
 
-def _elements_in_flat(sharding: FlatSharding, ranks: Sequence[int]) -> list[dict[int, int]]:
+def _elements_in_flat(
+    sharding: FlatSharding, ranks: Sequence[int]
+) -> list[dict[int, int]]:
     """The number of elements that each rank stores, for each parameter in a flat parameter."""
     ranges = {rank: sharding.param_ranges(index) for index, rank in enumerate(ranks)}
     numbers = range(len(sharding.numels))
-    return [{rank: parts[number].stop - parts[number].start for rank, parts in ranges.items()} for number in numbers]
+    return [
+        {
+            rank: parts[number].stop - parts[number].start
+            for rank, parts in ranges.items()
+        }
+        for number in numbers
+    ]
 
 
-def _elements_by_rank(shape: torch.Size, dim: int, ranks: Sequence[int]) -> dict[int, int]:
+def _elements_by_rank(
+    shape: torch.Size, dim: int, ranks: Sequence[int]
+) -> dict[int, int]:
     """The number of elements that each rank stores, for a parameter that is sharded separately."""
-    return {rank: shard_shape(shape, dim, len(ranks), index).numel() for index, rank in enumerate(ranks)}
+    return {
+        rank: shard_shape(shape, dim, len(ranks), index).numel()
+        for index, rank in enumerate(ranks)
+    }
 
 
 def _low_batch_norms(
-    modules: Iterable[nn.Module], compute: torch.dtype, buffers: torch.dtype | None, names: Names
+    modules: Iterable[nn.Module],
+    compute: torch.dtype,
+    buffers: torch.dtype | None,
+    names: Names,
 ) -> tuple[str, ...]:
-    means = {module: module.running_mean for module in modules if isinstance(module, _BatchNorm)}
-    statistics = {module: compute if mean is None else buffers or mean.dtype for module, mean in means.items()}
-    return tuple(names[module] for module, dtype in statistics.items() if min(compute.itemsize, dtype.itemsize) < 4)
+    means = {
+        module: module.running_mean
+        for module in modules
+        if isinstance(module, _BatchNorm)
+    }
+    statistics = {
+        module: compute if mean is None else buffers or mean.dtype
+        for module, mean in means.items()
+    }
+    return tuple(
+        names[module]
+        for module, dtype in statistics.items()
+        if min(compute.itemsize, dtype.itemsize) < 4
+    )
 
 
 # ---- the planned unit -----------------------------------------------------------------------------------------------
 
 
-def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shards: int | None) -> Iterator[UnitSummary]:
+def _planned(
+    model: nn.Module, names: Names, like: UnitSummary | None, num_shards: int | None
+) -> Iterator[UnitSummary]:
     """The remaining parameters as the unit that sharding the whole model would make; nothing if there are none.
 
     Args:
@@ -235,20 +316,33 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
     if not (left := owned_parameters(owners, set())):
         return
     if like is None:
-        num_ranks = num_shards or (dist.get_world_size() if dist.is_initialized() else 1)
+        num_ranks = num_shards or (
+            dist.get_world_size() if dist.is_initialized() else 1
+        )
         stored = max(left, key=lambda parameter: parameter.numel()).dtype
         like = UnitSummary("", "", (), tuple(range(num_ranks)), stored, stored)
     shapes = [tuple(parameter.shape) or (1,) for parameter in left]
     if like.per_parameter:
         numel = padded_per_parameter(shapes, len(like.ranks))
-        numbers = [_elements_by_rank(torch.Size(shape), 0, like.ranks) for shape in shapes]
+        numbers = [
+            _elements_by_rank(torch.Size(shape), 0, like.ranks) for shape in shapes
+        ]
     else:
         sharding = FlatSharding(tuple(map(prod, shapes)), len(like.ranks))
         numel = sharding.padded_numel
         numbers = _elements_in_flat(sharding, like.ranks)
     parameters = [
-        ParameterSummary(*_places(info, names), shape, 0, parameter.dtype, parameter.requires_grad, owned)
-        for (parameter, info), shape, owned in zip(left.items(), shapes, numbers, strict=True)
+        ParameterSummary(
+            *_places(info, names),
+            shape,
+            0,
+            parameter.dtype,
+            parameter.requires_grad,
+            owned,
+        )
+        for (parameter, info), shape, owned in zip(
+            left.items(), shapes, numbers, strict=True
+        )
     ]
     yield replace(
         like,
@@ -258,7 +352,9 @@ def _planned(model: nn.Module, names: Names, like: UnitSummary | None, num_shard
         frees=False,
         reshards_to=None,
         gathered_bytes=numel * like.compute.itemsize,
-        low_batch_norms=_low_batch_norms((module for _, module in owners), like.compute, None, names),
+        low_batch_norms=_low_batch_norms(
+            (module for _, module in owners), like.compute, None, names
+        ),
         is_root=True,
         is_planned=True,
     )

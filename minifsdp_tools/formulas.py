@@ -27,7 +27,9 @@ def padded_flat(shapes: Sequence[Shape], num_shards: int) -> int:
 
 def padded_per_parameter(shapes: Sequence[Shape], num_shards: int) -> int:
     """Elements of a unit in which each parameter's first dim is padded to a multiple of ``num_shards``."""
-    return sum(-(-shape[0] // num_shards) * num_shards * prod(shape[1:]) for shape in shapes)
+    return sum(
+        -(-shape[0] // num_shards) * num_shards * prod(shape[1:]) for shape in shapes
+    )
 
 
 # ---- sent -----------------------------------------------------------------------------------------------------------
@@ -49,5 +51,9 @@ def ring_all_reduce_sends(num_bytes: float, num_ranks: int) -> float:
 def size_of(num_bytes: float) -> str:
     """A number of bytes as text: ``"4.2 MB"``; a MB is 10**6 bytes."""
     units = (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
-    large = (f"{num_bytes / factor:.3g} {unit}" for unit, factor in units if num_bytes >= factor)
+    large = (
+        f"{num_bytes / factor:.3g} {unit}"
+        for unit, factor in units
+        if num_bytes >= factor
+    )
     return next(large, f"{num_bytes:g} B")

@@ -23,7 +23,13 @@ import torch
 from minifsdp.engine.messages import message
 from minifsdp_tools.formulas import Shape, padded_flat, padded_per_parameter, ring_sends
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
+STRATEGIES = (
+    "FULL_SHARD",
+    "SHARD_GRAD_OP",
+    "NO_SHARD",
+    "HYBRID_SHARD",
+    "_HYBRID_SHARD_ZERO2",
+)
 
 
 @dataclass
@@ -106,7 +112,11 @@ class Job:
 
     def __post_init__(self) -> None:
         if self.strategy not in STRATEGIES:
-            raise ValueError(message("cost-strategy", known=", ".join(STRATEGIES), strategy=self.strategy))
+            raise ValueError(
+                message(
+                    "cost-strategy", known=", ".join(STRATEGIES), strategy=self.strategy
+                )
+            )
         if min(self.num_shards, self.num_replicas, self.micro_batches) < 1:
             raise ValueError(
                 message(
@@ -117,39 +127,71 @@ class Job:
                 )
             )
         self.shards = 1 if self.strategy == "NO_SHARD" else self.num_shards
-        self.is_borrowed = self.shards == 1 and self.compute in (None, self.stored) and not self.offload
+        self.is_borrowed = (
+            self.shards == 1
+            and self.compute in (None, self.stored)
+            and not self.offload
+        )
         # The wrapper frees copies of a unit that is not sharded, like sharded units.
         is_single = self.shards == 1 and (self.per_parameter or self.is_borrowed)
-        self.keeps = is_single or (self.shards > 1 and self.strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2"))
+        self.keeps = is_single or (
+            self.shards > 1
+            and self.strategy in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+        )
         self.width = (self.compute or self.stored).itemsize
         self.reduce_width = (self.reduce or self.compute or self.stored).itemsize
         every = [self.root, *self.units]
         trained = every if self.trained is None else self.trained
         self.sizes: list[float] = [self.width * self.numel(shapes) for shapes in every]
         # A flat unit has one gradient for all of its parameters, including frozen ones.
-        counted = [all_ if some and not self.per_parameter else some for all_, some in zip(every, trained, strict=True)]
-        self.gradients: list[float] = [self.width * self.numel(shapes) for shapes in counted]
+        counted = [
+            all_ if some and not self.per_parameter else some
+            for all_, some in zip(every, trained, strict=True)
+        ]
+        self.gradients: list[float] = [
+            self.width * self.numel(shapes) for shapes in counted
+        ]
         self.num_trained = sum(map(self.numel, trained)) / self.shards
-        self.parameter_bytes = sum(self.sizes) / self.width / self.shards * self.stored.itemsize
+        self.parameter_bytes = (
+            sum(self.sizes) / self.width / self.shards * self.stored.itemsize
+        )
         self.optimizer_bytes = self.num_trained * self.optimizer
         self.num_reductions = 1 if self.no_sync else self.micro_batches
-        self.sorts = self.per_parameter and any(len(shapes) > 1 for shapes in self.units)
-        self.in_smaller_mesh = self.micro_batches * sum(self.sizes[1:]) if self.reshards_to and not self.keeps else 0.0
-        self.sent_in_smaller_mesh = ring_sends(self.in_smaller_mesh, self.reshards_to or 1)
-        self.to_smaller_mesh = sum(self.sizes[1:]) / self.reshards_to if self.reshards_to else 0.0
+        self.sorts = self.per_parameter and any(
+            len(shapes) > 1 for shapes in self.units
+        )
+        self.in_smaller_mesh = (
+            self.micro_batches * sum(self.sizes[1:])
+            if self.reshards_to and not self.keeps
+            else 0.0
+        )
+        self.sent_in_smaller_mesh = ring_sends(
+            self.in_smaller_mesh, self.reshards_to or 1
+        )
+        self.to_smaller_mesh = (
+            sum(self.sizes[1:]) / self.reshards_to if self.reshards_to else 0.0
+        )
 
     def numel(self, shapes: Sequence[Shape]) -> int:
         """Elements of a unit with these parameters, including padding."""
-        return (padded_per_parameter if self.per_parameter else padded_flat)(shapes, self.shards)
+        return (padded_per_parameter if self.per_parameter else padded_flat)(
+            shapes, self.shards
+        )
 
     def settled(self, size: float) -> float:
         """Bytes on the device of the reduced gradient of a unit that has ``size`` bytes when it is unsharded."""
-        return 0.0 if self.offload else size * self.stored.itemsize / self.width / self.shards
+        return (
+            0.0
+            if self.offload
+            else size * self.stored.itemsize / self.width / self.shards
+        )
 
     def puts_together(self, number: int) -> bool:
         """Whether the gradient of a unit (0: the root) is concatenated from those of its parameters."""
         shapes = [self.root, *self.units][number]
-        return not self.per_parameter and (len(shapes) > 1 or self.numel(shapes) > sum(map(math.prod, shapes)))
+        return not self.per_parameter and (
+            len(shapes) > 1 or self.numel(shapes) > sum(map(math.prod, shapes))
+        )
 
     def kept(self, num: int | None = None) -> float:
         """Bytes of activations after the root and ``num`` units have computed; ``None`` for the end of forward."""

@@ -122,19 +122,27 @@ def sent_by_link(job: Job, per_machine: int) -> dict[str, Sent]:
     num_ranks = job.shards * job.num_replicas
     # For each ring: the bytes that a rank sends in it, its number of ranks, and the distance between them.
     rings = {
-        "AG": [(sent["AG"] - in_smaller_mesh, job.shards, 1), (in_smaller_mesh, job.reshards_to or 1, 1)],
+        "AG": [
+            (sent["AG"] - in_smaller_mesh, job.shards, 1),
+            (in_smaller_mesh, job.reshards_to or 1, 1),
+        ],
         "RS": [(sent["RS"], job.shards, 1)],
         "AR": [(sent["AR"], job.num_replicas, job.shards)],
     }
     found = {}
     for kind, of_kind in rings.items():
         direct = job.by_messages and kind != "AR"
-        between = sum(num * _leaving(num_ranks, size, apart, per_machine, direct) for num, size, apart in of_kind)
+        between = sum(
+            num * _leaving(num_ranks, size, apart, per_machine, direct)
+            for num, size, apart in of_kind
+        )
         found[kind] = Sent(sent[kind] - between, between)
     return found
 
 
-def _leaving(num_ranks: int, size: int, apart: int, per_machine: int, direct: bool) -> float:
+def _leaving(
+    num_ranks: int, size: int, apart: int, per_machine: int, direct: bool
+) -> float:
     """The fraction of messages between machines, in groups of ``size`` ranks at a distance of ``apart`` ranks.
 
     Args:
@@ -144,8 +152,14 @@ def _leaving(num_ranks: int, size: int, apart: int, per_machine: int, direct: bo
     # Groups of neighboring ranks together span this number of ranks.
     span = size * apart
     distances = range(1, size if direct and size > 1 else 2)
-    pairs = [(rank, rank - rank % span + (rank + far * apart) % span) for rank in range(num_ranks) for far in distances]
-    return sum(rank // per_machine != other // per_machine for rank, other in pairs) / len(pairs)
+    pairs = [
+        (rank, rank - rank % span + (rank + far * apart) % span)
+        for rank in range(num_ranks)
+        for far in distances
+    ]
+    return sum(
+        rank // per_machine != other // per_machine for rank, other in pairs
+    ) / len(pairs)
 
 
 def step_time(job: Job, operations: float, cluster: Cluster) -> StepTime:
@@ -159,7 +173,12 @@ def step_time(job: Job, operations: float, cluster: Cluster) -> StepTime:
     links = sent_by_link(job, cluster.per_machine).values()
     compute = operations / cluster.operations
     # A ring is as slow as its slowest link.
-    communication = sum(max(sent.within / cluster.within, sent.between / cluster.between) for sent in links)
+    communication = sum(
+        max(sent.within / cluster.within, sent.between / cluster.between)
+        for sent in links
+    )
     within = sum(sent.within for sent in links) / cluster.within
     between = sum(sent.between for sent in links) / cluster.between
-    return StepTime(compute, communication, max(compute, within, between), compute + communication)
+    return StepTime(
+        compute, communication, max(compute, within, between), compute + communication
+    )

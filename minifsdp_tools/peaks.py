@@ -34,7 +34,10 @@ def peak_of_forward(job: Job) -> float:
         return job.kept()
     root, *sizes = job.sizes
     copies = 2 if job.sorts else 1
-    moments = [copies * root + job.kept(0), root + (sum(sizes) if job.keeps else 0.0) + job.kept()]
+    moments = [
+        copies * root + job.kept(0),
+        root + (sum(sizes) if job.keeps else 0.0) + job.kept(),
+    ]
     for i, size in enumerate(sizes):
         earlier = sum(sizes[:i]) if job.keeps else 0.0
         coming = sum(sizes[i + 1 : i + 2]) if job.forward_prefetch else 0.0
@@ -46,7 +49,9 @@ def peak_of_backward(job: Job, number: int) -> float:
     """Peak bytes, without the stored ones, in the backward of micro-batch ``number`` (COST-03, COST-07, COST-08)."""
     # The root's unit is the last one, if it has parameters of its own.
     indices = range(0 if job.sizes[0] else 1, len(job.sizes))
-    return job.to_smaller_mesh + max((_peak_of_unit(job, i, number) for i in indices), default=job.kept(0))
+    return job.to_smaller_mesh + max(
+        (_peak_of_unit(job, i, number) for i in indices), default=job.kept(0)
+    )
 
 
 def _peak_of_unit(job: Job, i: int, number: int) -> float:
@@ -67,20 +72,35 @@ def _peak_of_unit(job: Job, i: int, number: int) -> float:
     cast = job.settled(previous) if job.stored.itemsize != job.reduce_width else 0.0
     reducing = _reduction(job, gradient) + cast
     # The gradient is sorted by rank, or cast, into a separate buffer.
-    copying = gradient + _reduced(job, gradient) if job.sorts or job.reduce_width != job.width else 0.0
-    return others + max(_reduction(job, previous) + computing, output + max(concatenating, reducing, copying))
+    copying = (
+        gradient + _reduced(job, gradient)
+        if job.sorts or job.reduce_width != job.width
+        else 0.0
+    )
+    return others + max(
+        _reduction(job, previous) + computing,
+        output + max(concatenating, reducing, copying),
+    )
 
 
 def _deferred(job: Job, i: int) -> float:
     """Bytes of the previous unit if it is frozen and flat: its backward ends only with its input gradients."""
-    if job.per_parameter or job.keeps or i + 1 == len(job.sizes) or job.gradients[i + 1]:
+    if (
+        job.per_parameter
+        or job.keeps
+        or i + 1 == len(job.sizes)
+        or job.gradients[i + 1]
+    ):
         return 0.0
     return job.sizes[i + 1]
 
 
 def _reduced_last(job: Job, i: int) -> int:
     """The unit that was reduced before unit ``i``: the next one in the order of forward that has a gradient."""
-    return next((j for j in range(i + 1, len(job.gradients)) if job.gradients[j]), len(job.gradients))
+    return next(
+        (j for j in range(i + 1, len(job.gradients)) if job.gradients[j]),
+        len(job.gradients),
+    )
 
 
 def _reduced(job: Job, size: float) -> float:
@@ -93,7 +113,9 @@ def _reduction(job: Job, size: float) -> float:
     unsharded = _reduced(job, size)
     if job.shards == 1:
         return unsharded  # an unsharded gradient is summed in place
-    return unsharded + unsharded / job.shards * (job.shards - 1 if job.by_messages else 1)
+    return unsharded + unsharded / job.shards * (
+        job.shards - 1 if job.by_messages else 1
+    )
 
 
 def _other_unsharded(job: Job, i: int) -> float:
@@ -115,4 +137,8 @@ def _other_gradients(job: Job, i: int, number: int) -> float:
     if not job.reduces(number):
         return root + sum(gradients if number else gradients[i + 1 :])
     unreduced = sum(gradients[: i + 1]) if number else 0.0
-    return root + unreduced + job.settled(sum(gradients[_reduced_last(job, i) + job.overlaps :]))
+    return (
+        root
+        + unreduced
+        + job.settled(sum(gradients[_reduced_last(job, i) + job.overlaps :]))
+    )

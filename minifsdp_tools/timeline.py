@@ -40,14 +40,23 @@ import jinja2
 from minifsdp.engine.messages import message
 from minifsdp.trace import Event
 from minifsdp_tools.chrome_trace import chrome_trace
-from minifsdp_tools.events import STREAMS, EventsPerRank, from_zero, gathered_bytes, peak_gathered_bytes, rows_of
+from minifsdp_tools.events import (
+    STREAMS,
+    EventsPerRank,
+    from_zero,
+    gathered_bytes,
+    peak_gathered_bytes,
+    rows_of,
+)
 from minifsdp_tools.formulas import size_of
 
 __all__ = ["chrome_trace", "gathered_bytes", "peak_gathered_bytes", "svg"]
 
 BOXES = ("F", "B", "AG", "RS", "AR")
 
-TEMPLATES = jinja2.Environment(loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True)
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True
+)
 TEMPLATES.filters["px"] = "{:.1f}".format
 # The macros of the template by their names, and ``meanings``: its description of each kind.
 _SHAPES: Any = TEMPLATES.get_template("timeline.svg.jinja").module
@@ -77,12 +86,20 @@ class _Sheet:
         shapes: the others, the first at the bottom.
     """
 
-    def __init__(self, width: int, seconds: float, num_bytes: int = 0, events: Iterable[Event] = ()) -> None:
+    def __init__(
+        self,
+        width: int,
+        seconds: float,
+        num_bytes: int = 0,
+        events: Iterable[Event] = (),
+    ) -> None:
         self.width = width
         self.seconds = seconds
         self.num_bytes = num_bytes
         boxes = [event for event in events if event.kind in BOXES]
-        self.labels = _labels([(one.kind, one.unit, self.x(one.end) - self.x(one.start)) for one in boxes])
+        self.labels = _labels(
+            [(one.kind, one.unit, self.x(one.end) - self.x(one.start)) for one in boxes]
+        )
         self.ground: list[str] = []
         self.shapes: list[str] = []
 
@@ -102,12 +119,18 @@ class _Sheet:
     def mark(self, event: Event, y: float) -> None:
         """Marks a moment or a wait."""
         x = self.x(event.start)
-        self.shapes.append(_SHAPES.mark(event.kind, x, y, _SHAPES.tip(event), self.x(event.end) - x))
+        self.shapes.append(
+            _SHAPES.mark(event.kind, x, y, _SHAPES.tip(event), self.x(event.end) - x)
+        )
 
     def finished(self, height: float, title: str, events: Sequence[Event] = ()) -> str:
         """The complete SVG document; a description for screen readers gives the order of ``events``."""
         order = sorted(events, key=lambda event: event.start)
-        return str(_SHAPES.document(self.width, height, title, order, self.ground + self.shapes))
+        return str(
+            _SHAPES.document(
+                self.width, height, title, order, self.ground + self.shapes
+            )
+        )
 
 
 def svg(
@@ -138,8 +161,17 @@ def svg(
     ranks = from_zero(events_per_rank, origins)
     everything = [event for events in ranks for event in events]
     # A recording without events, or of a single moment, still has a width.
-    seconds = max((event.end for event in everything), default=0.0) or 1e-3 if seconds is None else seconds
-    sheet = _Sheet(width, seconds, num_bytes or max(map(peak_gathered_bytes, ranks), default=0), everything)
+    seconds = (
+        max((event.end for event in everything), default=0.0) or 1e-3
+        if seconds is None
+        else seconds
+    )
+    sheet = _Sheet(
+        width,
+        seconds,
+        num_bytes or max(map(peak_gathered_bytes, ranks), default=0),
+        everything,
+    )
     used = {event.stream for event in everything}
     streams = [stream for stream in STREAMS if stream != "all_reduce" or stream in used]
     has_arrivals = any(event.arrived is not None for event in everything)
@@ -151,7 +183,9 @@ def svg(
     return sheet.finished(y + 34, title, ranks[0] if ranks else ())
 
 
-def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions: str) -> float:
+def _draw_heading(
+    sheet: _Sheet, events: Sequence[Event], title: str, *captions: str
+) -> float:
     """Draws title, captions, and a legend of the kinds that occur; returns the position below them."""
     sheet.text(20, 30, "title", title)
     sheet.text(20, 50, "soft", *captions)
@@ -170,12 +204,19 @@ def _draw_heading(sheet: _Sheet, events: Sequence[Event], title: str, *captions:
     return y + 14
 
 
-def _draw_rank(sheet: _Sheet, y: float, name: str, events: Sequence[Event], streams: Sequence[str]) -> float:
+def _draw_rank(
+    sheet: _Sheet, y: float, name: str, events: Sequence[Event], streams: Sequence[str]
+) -> float:
     """Draws all tracks of one rank from ``y`` down; returns the position below them."""
     sheet.text(20, y + 15, "rank", name)
     y += 24
     for stream in streams:
-        y = _draw_stream(sheet, y, stream.replace("_", "-"), [event for event in events if event.stream == stream])
+        y = _draw_stream(
+            sheet,
+            y,
+            stream.replace("_", "-"),
+            [event for event in events if event.stream == stream],
+        )
         if stream == "gather":
             # Between the all-gathers and the memory, because a reshard ends the former and decreases the latter.
             for event in events:
@@ -187,7 +228,9 @@ def _draw_rank(sheet: _Sheet, y: float, name: str, events: Sequence[Event], stre
 
 def _draw_stream(sheet: _Sheet, y: float, name: str, events: Sequence[Event]) -> float:
     boxes = [event for event in events if event.kind in BOXES]
-    marks = [event for event in events if event.kind not in BOXES and event.kind != "FREE"]
+    marks = [
+        event for event in events if event.kind not in BOXES and event.kind != "FREE"
+    ]
     # An overlap of half a pixel is invisible and does not need another row.
     rows = rows_of(boxes, 0.5 * sheet.seconds / sheet.width)
     strip = _ROW * (1 + max(rows, default=0))
@@ -217,12 +260,20 @@ def _labels(boxes: Sequence[tuple[str, str, float]]) -> dict[tuple[str, str], st
     full = {unit: unit or "root" for _, unit, _ in boxes}
     last = {unit: name.rpartition(".")[2] for unit, name in full.items()}
     number = {unit: re.sub(r"^\D+(?=\d+$)", "", name) for unit, name in last.items()}
-    names = [full, *(short for short in (last, number) if len(set(short.values())) == len(full))]
-    forms = [{(kind, unit): f"{kind} {form[unit]}" for kind, unit, _ in boxes} for form in names]
+    names = [
+        full,
+        *(short for short in (last, number) if len(set(short.values())) == len(full)),
+    ]
+    forms = [
+        {(kind, unit): f"{kind} {form[unit]}" for kind, unit, _ in boxes}
+        for form in names
+    ]
     forms.append({(kind, unit): names[-1][unit] for kind, unit, _ in boxes})
 
     def fits(form: dict[tuple[str, str], str]) -> bool:
-        return 3 * sum(_fits(form[kind, unit], width) for kind, unit, width in boxes) >= 2 * len(boxes)
+        return 3 * sum(
+            _fits(form[kind, unit], width) for kind, unit, width in boxes
+        ) >= 2 * len(boxes)
 
     return next(filter(fits, forms), forms[-1])
 
@@ -238,7 +289,10 @@ def _draw_memory(sheet: _Sheet, y: float, events: Sequence[Event]) -> float:
     sheet.stream(y, _MEMORY, "gathered", f"peak {size_of(peak)}")
     if peak:
         scale = (_MEMORY - 4) / sheet.num_bytes
-        stairs = [(sheet.x(seconds), floor - scale * num_bytes) for seconds, num_bytes in gathered_bytes(events)]
+        stairs = [
+            (sheet.x(seconds), floor - scale * num_bytes)
+            for seconds, num_bytes in gathered_bytes(events)
+        ]
         sheet.shapes.append(_SHAPES.memory(stairs, floor, sheet.width - _RIGHT))
     return floor + _GAP
 
@@ -248,8 +302,14 @@ def _draw_grid(sheet: _Sheet, top: float, bottom: float) -> None:
     # About ten numbers: the smallest of 1, 2, 5, 10, 20, 50 and so on (or 0.5, 0.2, ...) that is large enough.
     rough = 1e3 * sheet.seconds / 10
     power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+    step = next(
+        power * factor
+        for factor in (1, 2, 5, 10)
+        if power * factor >= rough * (1 - 1e-9)
+    )
     digits = max(0, -math.floor(math.log10(step)))
     for number in range(math.floor(1e3 * sheet.seconds / step + 1e-9) + 1):
         time = f"{number * step:.{digits}f}" + (" ms" if number == 0 else "")
-        sheet.ground.append(_SHAPES.tick(sheet.x(number * step / 1e3), top + 20, bottom, time))
+        sheet.ground.append(
+            _SHAPES.tick(sheet.x(number * step / 1e3), top + 20, bottom, time)
+        )

@@ -16,6 +16,7 @@ statement is missing or occurs twice in the function, the build fails.
 
 import ast
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from docs_build.reading.definitions import find
@@ -53,7 +54,12 @@ def place_notes(text: str, tree: ast.Module, notes: list[Note]) -> dict[int, str
     lines = text.splitlines()
     placed: dict[int, str] = {}
     for function, statement, words in notes:
-        found = [line for line in _statements(tree, function) if lines[line - 1].strip() == statement]
+        head = _head_of(statement)
+        found = [
+            node.lineno
+            for node in _statements(tree, function)
+            if statement == lines[node.lineno - 1].strip() or head == ast.unparse(node).splitlines()[0]
+        ]
         if len(found) != 1 or found[0] in placed:
             raise KeyError(
                 f"{len(found)} statements of {function or 'the module'} begin with {statement!r}, for a note"
@@ -62,8 +68,16 @@ def place_notes(text: str, tree: ast.Module, notes: list[Note]) -> dict[int, str
     return placed
 
 
-def _statements(tree: ast.Module, function: str) -> list[int]:
-    """The line numbers at which the statements of that function begin."""
+def _statements(tree: ast.Module, function: str) -> list[ast.stmt]:
+    """The statements of that function."""
     node = find(tree, function)
     inside = ast.walk(node) if node else ()
-    return [one.lineno for one in inside if isinstance(one, ast.stmt) and one is not node]
+    return [one for one in inside if isinstance(one, ast.stmt) and one is not node]
+
+
+def _head_of(statement: str) -> str:
+    """The first line of a statement, independent of its line breaks. Empty if the text is only a part of it."""
+    for text in (statement, f"{statement}\n    pass"):
+        with suppress(SyntaxError):
+            return ast.unparse(ast.parse(text)).splitlines()[0]
+    return ""

@@ -46,18 +46,16 @@ def test_every_file_of_notes_belongs_to_a_module_and_has_some() -> None:
 
 
 def body_without_words(name: str) -> list[tuple[int, str]]:
-    """For each row of a function, the number of its body lines that are not folded, and its anchor."""
+    """For each row of a function, the number of statements in its body that are not folded, and its anchor."""
     module = read_module(name)
-    lines = module.text.splitlines()
+    nodes = list(ast.walk(ast.parse(module.text)))
+    begins = {node.lineno for node in nodes if isinstance(node, ast.stmt)}
     heads = {
-        line
-        for node in ast.walk(ast.parse(module.text))
-        if isinstance(node, ast.FunctionDef)
-        for line in range(node.lineno, node.body[0].lineno)
+        line for node in nodes if isinstance(node, ast.FunctionDef) for line in range(node.lineno, node.body[0].lineno)
     }
     rows = [row for row in module.rows if row.kind in ("function", "method", "step")]
     silent = module.recording | heads
-    return [(sum(1 for n in row.lines if n not in silent and lines[n - 1].strip()), row.anchor) for row in rows]
+    return [(sum(1 for n in row.lines if n in begins and n not in silent), row.anchor) for row in rows]
 
 
 @pytest.mark.parametrize("name", CORE)

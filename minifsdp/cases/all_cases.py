@@ -1,4 +1,6 @@
-"""The list of all cases. The front ends pass it to the root state, see ``engine/extension_points.py``.
+"""The list of the cases that use the extension points of a root.
+
+The front ends pass it to the root state, see ``engine/extension_points.py``.
 
 A case that is deleted here and as a file leaves a training step without it. Worked example: without the first line, a
 backward inside a forward frees parameters that the forward still needs.

@@ -41,7 +41,9 @@ def cast_buffers(wrapper: Any) -> None:
                 buffer._stored_dtype = buffer.dtype
             # Another module may have cast the buffer.
             before = wrapper._buffer_dtypes.get((owner, name), buffer.dtype)
-            stored = wrapper._buffer_dtypes[owner, name] = getattr(buffer, "_stored_dtype", before)
+            stored = wrapper._buffer_dtypes[owner, name] = getattr(
+                buffer, "_stored_dtype", before
+            )
             cast = buffer.to(stored if is_full else dtype)
             if wrapper._full_precision_in_eval:
                 # A pending backward may have saved the buffer.

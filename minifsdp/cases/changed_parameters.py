@@ -38,7 +38,9 @@ class ChangedParameters:
     def __init__(self, root_state: RootState) -> None:
         self._iteration = root_state.iteration
         self._units = root_state.units
-        self._parameters = [p for unit in self._units for p in unit.layout.local_parameters]
+        self._parameters = [
+            p for unit in self._units for p in unit.layout.local_parameters
+        ]
         # The versions after the last recorded forward; ``None`` while such a forward runs.
         self._versions: Versions | None = None
         self._written: set[Unit] = set()
@@ -64,7 +66,9 @@ class ChangedParameters:
 
     def _current_versions(self) -> Versions:
         # The version of a parameter does not show every step, see ``optimizer_steps.py``.
-        return self._units[0].layout.steps.count if self._units else 0, list(map(VERSION, self._parameters))
+        return self._units[0].layout.steps.count if self._units else 0, list(
+            map(VERSION, self._parameters)
+        )
 
     def _compare(self) -> None:
         """Called at the beginning of a backward: finds the units that have changed since the forward."""
@@ -76,8 +80,16 @@ class ChangedParameters:
         num_steps, versions = self._versions
         if self._current_versions() == self._versions:
             return
-        edited = {p for p, version in zip(self._parameters, versions, strict=True) if p._version != version}
-        changed = {unit for unit in self._units if not edited.isdisjoint(unit.layout.local_parameters)}
+        edited = {
+            p
+            for p, version in zip(self._parameters, versions, strict=True)
+            if p._version != version
+        }
+        changed = {
+            unit
+            for unit in self._units
+            if not edited.isdisjoint(unit.layout.local_parameters)
+        }
         stepped = {unit for unit in self._units if unit.layout.stepped_at > num_steps}
         self._changed = changed - self._written | stepped
         # A backward without changes calls no function for each unit.

@@ -41,7 +41,9 @@ def refuse_compiled(root_module: nn.Module, chosen: Container[nn.Module]) -> Non
     for path, module in root_module.named_modules():
         inside = next((child for child in module.children() if child in chosen), None)
         if inside is not None and isinstance(module, OptimizedModule):
-            raise ValueError(message("compiled-before", type=type(inside).__name__, path=path))
+            raise ValueError(
+                message("compiled-before", type=type(inside).__name__, path=path)
+            )
 
 
 def warn_if_compiled(use_orig_params: bool) -> None:

@@ -35,12 +35,18 @@ class _Ignored:
 
     def __get__(self, module: Any, owner: type | None = None) -> Iterator[str]:
         """Returns a new iterator. It raises an error when the first name is read, so the attribute itself exists."""
-        units = [state.unit for _, state in states_in(module) if state.unit] if module is not None else []
+        units = (
+            [state.unit for _, state in states_in(module) if state.unit]
+            if module is not None
+            else []
+        )
         for unit in units:
             name = full_name(unit.layout.name, unit.layout.parameters[0].path)
             mesh = unit.plan.mesh
             group = mesh.shard or mesh.replicate
-            raise RuntimeError(message("ddp-around", name=name, ranks=group and group.ranks))
+            raise RuntimeError(
+                message("ddp-around", name=name, ranks=group and group.ranks)
+            )
         yield from ()
 
 

@@ -22,7 +22,9 @@ import torch
 from minifsdp.engine.comm_streams import current_stream
 
 
-def on_stream(hook: Callable[[torch.Tensor], None], stream: Any) -> Callable[[torch.Tensor], None]:
+def on_stream(
+    hook: Callable[[torch.Tensor], None], stream: Any
+) -> Callable[[torch.Tensor], None]:
     """A function that calls ``hook`` on ``stream``, after the reduction, and before the layout accepts its result."""
 
     def call(local_shard: torch.Tensor) -> None:

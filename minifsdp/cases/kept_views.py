@@ -48,7 +48,9 @@ class KeptView(torch.Tensor):
     requires_grad = property(lambda _: True, _refuse)
     grad_fn = property(lambda self: get_gradient_edge(self.original).node)
     register_hook = property(attrgetter("original.register_hook"))
-    register_post_accumulate_grad_hook = property(attrgetter("original.register_post_accumulate_grad_hook"))
+    register_post_accumulate_grad_hook = property(
+        attrgetter("original.register_post_accumulate_grad_hook")
+    )
 
 
 def kept_view(value: Any) -> Any:

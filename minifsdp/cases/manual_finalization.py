@@ -68,7 +68,10 @@ class Manual:
 
 def manual_of(iteration: IterationState) -> Manual | None:
     """The object that keeps an iteration open; ``None`` if the end of its backward ends it."""
-    owners = [getattr(function, "__self__", None) for function in iteration.points.backward_ends]
+    owners = [
+        getattr(function, "__self__", None)
+        for function in iteration.points.backward_ends
+    ]
     return next((owner for owner in owners if isinstance(owner, Manual)), None)
 
 
@@ -141,7 +144,9 @@ class ManualFinalization:
         else:
             Manual(iteration)
 
-    def finalize_backward(self: Any, *, async_op: bool = False) -> GradientReductionHandle | None:
+    def finalize_backward(
+        self: Any, *, async_op: bool = False
+    ) -> GradientReductionHandle | None:
         """Reduces the gradients that backwards have left, and ends the iteration (NEW-25). Call it on the root.
 
         Args:
@@ -173,7 +178,9 @@ def _checked(root_state: RootState) -> Manual:
     for unit in root_state.units:
         leaves = unit.layout.has_unreduced and unit.policy.reduces
         for plan in unit.plans:
-            stays_partial = leaves and plan.mesh.replicate is not None and not plan.all_reduces
+            stays_partial = (
+                leaves and plan.mesh.replicate is not None and not plan.all_reduces
+            )
             if stays_partial or plan.partial is not None:
                 raise RuntimeError(message("finalized-partial", unit=unit.name))
     return manual

@@ -62,7 +62,14 @@ class StateOfList(FSDPState):
         self._is_recorded = False
         return True
 
-    def leave(self, iteration: IterationState, unit: Unit, modules: set[nn.Module], inputs: Any, output: Any) -> Any:
+    def leave(
+        self,
+        iteration: IterationState,
+        unit: Unit,
+        modules: set[nn.Module],
+        inputs: Any,
+        output: Any,
+    ) -> Any:
         """Registers hooks on the output of each module, because any of them can be the last to run."""
         output, is_recorded = iteration.watch_output(unit, inputs, output)
         self._is_recorded |= is_recorded

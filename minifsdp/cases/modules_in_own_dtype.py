@@ -37,9 +37,13 @@ class _OwnDtype:
     outside: torch.dtype | None = None
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        dtypes = {t.dtype: None for t in tensors_in((args, kwargs)) if t.is_floating_point()}
+        dtypes = {
+            t.dtype: None for t in tensors_in((args, kwargs)) if t.is_floating_point()
+        }
         # Cast the output back only if an input was cast. Keep a dtype change by the module itself.
-        self.outside = next((dtype for dtype in dtypes if dtype is not self.dtype), None)
+        self.outside = next(
+            (dtype for dtype in dtypes if dtype is not self.dtype), None
+        )
         return cast_floating(self.dtype, args), cast_floating(self.dtype, kwargs)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -49,6 +53,8 @@ class _OwnDtype:
 def compute_in_own_dtype(module: nn.Module) -> None:
     """Registers hooks that cast the inputs of ``module`` to its own dtype, and its output back."""
     tensors = [*module.parameters(), *module.buffers()]
-    hooks = _OwnDtype(next((t.dtype for t in tensors if t.is_floating_point()), torch.float32))
+    hooks = _OwnDtype(
+        next((t.dtype for t in tensors if t.is_floating_point()), torch.float32)
+    )
     module.register_forward_pre_hook(hooks.before, with_kwargs=True)
     module.register_forward_hook(hooks.after)

@@ -50,9 +50,16 @@ class NewestNode:
         """Called after a forward of a unit; returns the output to pass to the caller."""
         if not unit.policy.reshard_after_forward:
             return output
-        for tensor in [output] if isinstance(output, torch.Tensor) else tensors_in(output):
-            if tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() == next_number() - 1:
+        for tensor in (
+            [output] if isinstance(output, torch.Tensor) else tensors_in(output)
+        ):
+            if (
+                tensor.grad_fn is not None
+                and tensor.grad_fn._sequence_nr() == next_number() - 1
+            ):
                 return output
         if not torch.is_grad_enabled():
             return output
-        return through_nodes(lambda tensor, _: with_node(tensor), output, skips_used=False)
+        return through_nodes(
+            lambda tensor, _: with_node(tensor), output, skips_used=False
+        )

@@ -17,7 +17,7 @@ Without this case, the program must create both groups itself, and pass them as 
 
 The wrapper calls `node_groups` if it got no groups. All units that are wrapped one by one share a pair of groups.
 
-*In torch:* ``_init_process_group_for_hybrid_shard``.
+*In torch:* ``_init_process_group_state_for_hybrid_shard``.
 
 Spec: HYB-03.
 """
@@ -41,13 +41,19 @@ def node_size(device: torch.device) -> int:
     """
     if "LOCAL_WORLD_SIZE" in os.environ:
         return int(os.environ["LOCAL_WORLD_SIZE"])
-    return dist.get_world_size() if device.type == "cpu" else int(torch.get_device_module(device).device_count())
+    return (
+        dist.get_world_size()
+        if device.type == "cpu"
+        else int(torch.get_device_module(device).device_count())
+    )
 
 
 # One pair of groups for each default group and node size. Units that were wrapped one by one must share a pair.
 # Creating a group is a collective, which should not be repeated for each of a hundred units. A default group that was
 # destroyed leaves no entry.
-_node_groups = weakref.WeakKeyDictionary[Any, dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]]()
+_node_groups = weakref.WeakKeyDictionary[
+    Any, dict[int, tuple[dist.ProcessGroup, dist.ProcessGroup]]
+]()
 
 
 def node_groups(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -62,11 +68,18 @@ def node_groups(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGr
     num_ranks = dist.get_world_size()
     per_node = node_size(device)
     if num_ranks % per_node:
-        raise ValueError(message("uneven-nodes", num_ranks=num_ranks, per_node=per_node))
+        raise ValueError(
+            message("uneven-nodes", num_ranks=num_ranks, per_node=per_node)
+        )
     made = _node_groups.setdefault(world, {})
     if per_node not in made or not all(map(exists, made[per_node])):
-        nodes = [list(range(start, start + per_node)) for start in range(0, num_ranks, per_node)]
+        nodes = [
+            list(range(start, start + per_node))
+            for start in range(0, num_ranks, per_node)
+        ]
         shard, _ = dist.new_subgroups_by_enumeration(nodes)
-        replicate, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in zip(*nodes, strict=True)])
+        replicate, _ = dist.new_subgroups_by_enumeration(
+            [list(ranks) for ranks in zip(*nodes, strict=True)]
+        )
         made[per_node] = (shard, replicate)
     return made[per_node]

@@ -46,7 +46,9 @@ class OptimizerSteps:
     def __init__(self) -> None:
         # All layouts, and the layouts of each optimizer that has taken a step, with the sizes of its groups then.
         self._layouts: weakref.WeakSet[Layout] = weakref.WeakSet()
-        self._held = weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], weakref.WeakSet[Layout]]]()
+        self._held = weakref.WeakKeyDictionary[
+            torch.optim.Optimizer, tuple[list[int], weakref.WeakSet[Layout]]
+        ]()
         # Ranks may be threads of one process. One of them may add layouts while another one iterates over them.
         self._lock = RLock()
         # The handle of the hook while it is installed.
@@ -58,7 +60,9 @@ class OptimizerSteps:
         with self._lock:
             self._held.clear()
             if self._hook is None:
-                self._hook = torch_optimizer.register_optimizer_step_pre_hook(self._before_step)
+                self._hook = torch_optimizer.register_optimizer_step_pre_hook(
+                    self._before_step
+                )
             self._layouts.add(layout)
         weakref.finalize(layout, self._end).atexit = False
 
@@ -67,11 +71,16 @@ class OptimizerSteps:
         if self._hook is None or any(True for _ in self._layouts):
             return
         # While a step runs, PyTorch iterates over the hooks. So garbage collection during a step keeps the hook.
-        if all(frame.f_code.co_filename != torch_optimizer.__file__ for frame, _ in traceback.walk_stack(None)):
+        if all(
+            frame.f_code.co_filename != torch_optimizer.__file__
+            for frame, _ in traceback.walk_stack(None)
+        ):
             self._hook.remove()
             self._hook = None
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
         layouts = self._count_step(optimizer)
         for observer in events.optimizers:
             observer.step_begins(layouts)
@@ -85,7 +94,9 @@ class OptimizerSteps:
             return (args[0], closure, *given[1:]), kwargs
         return args, {**kwargs, "closure": closure}
 
-    def _counting(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _counting(
+        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]
+    ) -> Callable[[], Any]:
         def counted_closure() -> Any:
             loss = closure()
             self._gradients_ready(optimizer, self._layouts_of(optimizer))
@@ -95,7 +106,9 @@ class OptimizerSteps:
 
         return counted_closure
 
-    def _gradients_ready(self, optimizer: torch.optim.Optimizer, layouts: list[Layout]) -> None:
+    def _gradients_ready(
+        self, optimizer: torch.optim.Optimizer, layouts: list[Layout]
+    ) -> None:
         for observer in events.optimizers:
             observer.gradients_ready(optimizer, layouts)
 
@@ -116,9 +129,17 @@ class OptimizerSteps:
         if known is not None and known[0] == sizes:
             return list(known[1])
         with self._lock:
-            held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+            held = {
+                parameter
+                for group in optimizer.param_groups
+                for parameter in group["params"]
+            }
             layouts = list(self._layouts)
-            found = [layout for layout in layouts if not held.isdisjoint(layout.local_parameters)]
+            found = [
+                layout
+                for layout in layouts
+                if not held.isdisjoint(layout.local_parameters)
+            ]
             for observer in events.optimizers:
                 observer.new_optimizer(optimizer, found, layouts)
             self._held[optimizer] = sizes, weakref.WeakSet(found)

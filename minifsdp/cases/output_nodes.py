@@ -20,7 +20,12 @@ from torch.autograd.graph import get_gradient_edge
 from minifsdp.engine.precision import map_tensors, tensors_in
 
 
-def through_nodes(pass_through: Callable[[torch.Tensor, bool], torch.Tensor], output: Any, *, skips_used: bool) -> Any:
+def through_nodes(
+    pass_through: Callable[[torch.Tensor, bool], torch.Tensor],
+    output: Any,
+    *,
+    skips_used: bool,
+) -> Any:
     """Passes the tensors of ``output`` through nodes.
 
     Args:
@@ -31,11 +36,25 @@ def through_nodes(pass_through: Callable[[torch.Tensor, bool], torch.Tensor], ou
     Returns:
         The output with the new tensors, or ``output`` itself if nothing has changed.
     """
-    outputs = {id(tensor): tensor for tensor in tensors_in(output) if tensor.grad_fn is not None}
+    outputs = {
+        id(tensor): tensor
+        for tensor in tensors_in(output)
+        if tensor.grad_fn is not None
+    }
     # A view of another output must stay a view of it, because the caller may change one of them in place.
-    edges = {key: get_gradient_edge(t)[:2] for key, t in outputs.items() if id(t._base) not in outputs}
-    used = _used_by_others(set(edges.values())) if skips_used and len(edges) > 1 else set()
-    passed = {key: pass_through(outputs[key], bool(used)) for key, edge in edges.items() if edge not in used}
+    edges = {
+        key: get_gradient_edge(t)[:2]
+        for key, t in outputs.items()
+        if id(t._base) not in outputs
+    }
+    used = (
+        _used_by_others(set(edges.values())) if skips_used and len(edges) > 1 else set()
+    )
+    passed = {
+        key: pass_through(outputs[key], bool(used))
+        for key, edge in edges.items()
+        if edge not in used
+    }
     if all(id(tensor) == key for key, tensor in passed.items()):
         return output
     return map_tensors(lambda tensor: passed.get(id(tensor), tensor), output)
@@ -50,7 +69,11 @@ def _used_by_others(outputs: set[tuple[Any, int]]) -> set[tuple[Any, int]]:
     while left:
         if (node := left.pop()) not in seen:
             seen.add(node)
-            newer = [edge for edge in node.next_functions if edge[0] and edge[0]._sequence_nr() >= oldest]
+            newer = [
+                edge
+                for edge in node.next_functions
+                if edge[0] and edge[0]._sequence_nr() >= oldest
+            ]
             used |= outputs.intersection(newer)
             left += [node for node, _ in newer]
     return used
@@ -70,7 +93,11 @@ class _Identity(torch.autograd.Function):
     def forward(ctx: Any, tensor: torch.Tensor, *paths: torch.Tensor) -> torch.Tensor:
         ctx.num_paths = len(paths)
         ctx.set_materialize_grads(False)
-        ctx.is_same = type(tensor) is torch.Tensor and tensor._base is None and forward_ad._current_level < 0
+        ctx.is_same = (
+            type(tensor) is torch.Tensor
+            and tensor._base is None
+            and forward_ad._current_level < 0
+        )
         if ctx.is_same:
             # The module may keep the tensor, or return it twice: changes in place must reach all of these places.
             ctx.mark_dirty(tensor)
@@ -79,7 +106,9 @@ class _Identity(torch.autograd.Function):
         return tensor.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    def backward(
+        ctx: Any, gradient: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         return gradient, *(None,) * ctx.num_paths
 
     @staticmethod

@@ -38,7 +38,13 @@ def own_mesh(placement: Any, mesh: DeviceMesh, path: str) -> tuple[Any, DeviceMe
     info = getattr(placement, "mesh_info", None)
     if info is None:
         return placement, mesh
-    axes = (info.shard_mesh_dim,) if info.replicate_mesh_dim is None else (info.replicate_mesh_dim, info.shard_mesh_dim)
+    axes = (
+        (info.shard_mesh_dim,)
+        if info.replicate_mesh_dim is None
+        else (info.replicate_mesh_dim, info.shard_mesh_dim)
+    )
     if axes != tuple(range(info.mesh.ndim)):
-        raise ValueError(message("placement-mesh", path=path, ndim=info.mesh.ndim, axes=axes))
+        raise ValueError(
+            message("placement-mesh", path=path, ndim=info.mesh.ndim, axes=axes)
+        )
     return placement.placement, info.mesh

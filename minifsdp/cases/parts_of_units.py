@@ -29,7 +29,9 @@ from minifsdp.fsdp1.build import FlatUnit
 from minifsdp.fsdp1.wrapper import PREFIX
 
 # By module, the unit of its parameters. A copy of a module belongs to no unit.
-_units: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FlatUnit]] = weakref.WeakKeyDictionary()
+_units: weakref.WeakKeyDictionary[nn.Module, weakref.ref[FlatUnit]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def refuse_part(module: nn.Module, *args: Any) -> None:
@@ -37,13 +39,19 @@ def refuse_part(module: nn.Module, *args: Any) -> None:
     prefix = next(given for given in args if isinstance(given, str))
     unit = _units[module]() if module in _units else None
     if unit is not None and not unit.layout.is_summoned and PREFIX not in prefix:
-        raise RuntimeError(message("part-of-a-unit", type=type(module).__name__, unit=unit.name))
+        raise RuntimeError(
+            message("part-of-a-unit", type=type(module).__name__, unit=unit.name)
+        )
 
 
 def register_hooks(unit: FlatUnit | None) -> None:
     """Registers hooks on the modules that own parameters of ``unit``, if these are not full parameters."""
-    if unit is not None and (not unit.layout.use_orig_params or unit.plan.mesh.shard is not None):
-        for module in {place.module for info in unit.layout.parameters for place in info.attributes}:
+    if unit is not None and (
+        not unit.layout.use_orig_params or unit.plan.mesh.shard is not None
+    ):
+        for module in {
+            place.module for info in unit.layout.parameters for place in info.attributes
+        }:
             _units[module] = weakref.ref(unit)
             module.register_state_dict_pre_hook(refuse_part)
             module.register_load_state_dict_pre_hook(refuse_part)

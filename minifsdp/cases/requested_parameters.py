@@ -58,14 +58,21 @@ class RequestedParameters:
         self._units = root_state.units
         self._iteration = root_state.iteration
         # No user requests this tensor, so autograd only reaches its node in a backward that requests nothing.
-        self._unrequested = torch.zeros(0, dtype=torch.float32, device="cpu", requires_grad=True)
+        self._unrequested = torch.zeros(
+            0, dtype=torch.float32, device="cpu", requires_grad=True
+        )
         self._probe = get_gradient_edge(self._unrequested).node
-        self._paths = [self._unrequested, *(p for unit in self._units for p in unit.layout.local_parameters)]
+        self._paths = [
+            self._unrequested,
+            *(p for unit in self._units for p in unit.layout.local_parameters),
+        ]
         root_state.iteration.points.forward_ends.append(self.watch_output)
 
     def watch_output(self, output: Any) -> Any:
         """Called after a forward of the root; returns the output to pass to the caller."""
-        if self._iteration.is_recorded and isinstance(output, torch.Tensor | tuple | list | dict):
+        if self._iteration.is_recorded and isinstance(
+            output, torch.Tensor | tuple | list | dict
+        ):
             return through_nodes(self._watch, output, skips_used=True)
         return output
 
@@ -75,7 +82,9 @@ class RequestedParameters:
         passed.register_hook(partial(self._compute, edge, is_used))
         return passed
 
-    def _compute(self, edge: GradientEdge, is_used: bool, gradient: torch.Tensor | None) -> None:
+    def _compute(
+        self, edge: GradientEdge, is_used: bool, gradient: torch.Tensor | None
+    ) -> None:
         """Computes the requested gradients in a nested backward. Does nothing in a backward that requests nothing.
 
         Args:
@@ -83,7 +92,12 @@ class RequestedParameters:
             is_used: whether the module has computed outputs from other outputs.
             gradient: the gradient of the output there, if there is one.
         """
-        for hooks in [h for p in self._paths for h in (p._backward_hooks, p._post_accumulate_grad_hooks) if h]:
+        for hooks in [
+            h
+            for p in self._paths
+            for h in (p._backward_hooks, p._post_accumulate_grad_hooks)
+            if h
+        ]:
             hooks.update({key: ParameterHook(hook) for key, hook in users_hooks(hooks)})
         is_requested = torch._C._will_engine_execute_node
         inputs = []
@@ -92,19 +106,40 @@ class RequestedParameters:
             parameters = unit.layout.local_parameters
             trained = [p for p in parameters if p.requires_grad]
             try:
-                requested = {p for p in trained if is_requested(get_gradient_edge(p).node)}
+                requested = {
+                    p for p in trained if is_requested(get_gradient_edge(p).node)
+                }
             except RuntimeError as error:
                 # Raised for a parameter that is requested with `autograd.grad`.
                 raise RuntimeError(message("autograd-grad", unit=unit.name)) from error
             if unit.layout.shards_are_distributed:
                 # Each parameter has its own leaf.
-                leaves = [leaf for leaf, p in zip(leaves, parameters, strict=True) if p in requested]
+                leaves = [
+                    leaf
+                    for leaf, p in zip(leaves, parameters, strict=True)
+                    if p in requested
+                ]
             elif 0 < len(requested) < len(trained):
-                raise RuntimeError(message("part-of-unit", unit=unit.name, num=len(requested), number=len(trained)))
+                raise RuntimeError(
+                    message(
+                        "part-of-unit",
+                        unit=unit.name,
+                        num=len(requested),
+                        number=len(trained),
+                    )
+                )
             inputs += leaves if requested else []
         if inputs and is_used:
-            raise RuntimeError(message("requested-of-outputs", unit=self._units[0].name))
+            raise RuntimeError(
+                message("requested-of-outputs", unit=self._units[0].name)
+            )
         if inputs and gradient is not None:
             # With ``create_graph=True``, the hooks of the units raise the error.
             create_graph = torch.is_grad_enabled()
-            torch.autograd.backward([edge], [gradient], retain_graph=True, create_graph=create_graph, inputs=inputs)
+            torch.autograd.backward(
+                [edge],
+                [gradient],
+                retain_graph=True,
+                create_graph=create_graph,
+                inputs=inputs,
+            )

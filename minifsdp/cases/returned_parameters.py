@@ -49,9 +49,13 @@ class ReturnedParameters:
             self._is_returned[unit] = _shares_memory(output, unit.layout.leaves)
             if self._is_returned[unit] and unit.policy.reshard_after_forward:
                 warn(message("returns-parameters", unit=unit.name))
-            if len(self._is_returned) == self._num_units and not any(self._is_returned.values()):
+            if len(self._is_returned) == self._num_units and not any(
+                self._is_returned.values()
+            ):
                 # Later forwards do not need this function. The list is replaced, because the engine iterates over it.
-                self._points.unit_output = [one for one in self._points.unit_output if one != self.hold_returned]
+                self._points.unit_output = [
+                    one for one in self._points.unit_output if one != self.hold_returned
+                ]
         unit.is_held |= self._is_returned[unit]
         return output
 
@@ -61,6 +65,12 @@ def _shares_memory(output: Any, leaves: Sequence[torch.Tensor]) -> bool:
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     plain = torch.Tensor, torch.nn.Parameter
-    memory = {leaf.untyped_storage().data_ptr() for leaf in leaves if type(leaf) in plain and leaf.numel()} - {0}
+    memory = {
+        leaf.untyped_storage().data_ptr()
+        for leaf in leaves
+        if type(leaf) in plain and leaf.numel()
+    } - {0}
     strided = (t for t in tensors_in(output) if t.layout is torch.strided)
-    return any(type(t) in plain and t.untyped_storage().data_ptr() in memory for t in strided)
+    return any(
+        type(t) in plain and t.untyped_storage().data_ptr() in memory for t in strided
+    )

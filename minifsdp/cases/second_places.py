@@ -36,21 +36,39 @@ from minifsdp.engine.layout import ParamInfo, full_name
 from minifsdp.engine.messages import message, warn
 
 
-def find_second_places(modules: Iterable[tuple[str, nn.Module]], found: Mapping[nn.Parameter, ParamInfo]) -> None:
+def find_second_places(
+    modules: Iterable[tuple[str, nn.Module]], found: Mapping[nn.Parameter, ParamInfo]
+) -> None:
     """Adds to each parameter in ``found`` the places where ``modules`` store it, apart from its own attribute."""
     for prefix, module in modules:
         for attribute, value in vars(module).items():
-            for keys, parameter in _parameters_in(value, (attribute,)) if attribute != "_parameters" else ():
+            for keys, parameter in (
+                _parameters_in(value, (attribute,))
+                if attribute != "_parameters"
+                else ()
+            ):
                 if parameter in found and None not in keys:
                     found[parameter].second_places.append((vars(module), *keys))
                 elif parameter in found or parameter in taken:
-                    warn(message("second-place", place=full_name(prefix, attribute), type=type(module).__name__))
+                    warn(
+                        message(
+                            "second-place",
+                            place=full_name(prefix, attribute),
+                            type=type(module).__name__,
+                        )
+                    )
 
 
-def _parameters_in(value: Any, keys: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], nn.Parameter]]:
+def _parameters_in(
+    value: Any, keys: tuple[Any, ...]
+) -> Iterator[tuple[tuple[Any, ...], nn.Parameter]]:
     """The parameters in nested lists, dicts and tuples, with their keys. A tuple has the key ``None``."""
     if isinstance(value, nn.Parameter):
         yield keys, value
     elif isinstance(value, list | dict | tuple) and len(keys) < 4:
-        for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from _parameters_in(inner, (*keys, None if isinstance(value, tuple) else key))
+        for key, inner in (
+            value.items() if isinstance(value, dict) else enumerate(value)
+        ):
+            yield from _parameters_in(
+                inner, (*keys, None if isinstance(value, tuple) else key)
+            )

@@ -31,7 +31,11 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task, register_pre_backward_hook
+from minifsdp.engine.backward_hooks import (
+    NOT_IN_BACKWARD,
+    graph_task,
+    register_pre_backward_hook,
+)
 from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import Phase, State, Unit
 
@@ -55,7 +59,9 @@ class SideOutputs:
         for unit in sorted(units, key=lambda unit: -len(list(unit.module.modules()))):
             self._unit_of.update(dict.fromkeys(unit.module.modules(), unit))
         self._inside = [module for module in self._unit_of if module not in outputs]
-        self._hooks: list[dict[Any, Any]] = [module._forward_hooks for module in self._inside]
+        self._hooks: list[dict[Any, Any]] = [
+            module._forward_hooks for module in self._inside
+        ]
         self._num_hooks = 0
         # The attributes that had a tensor with a graph: the unit, the dict of the module, and the name.
         self._attributes: list[tuple[Unit, dict[str, Any], str]] | None = None
@@ -77,13 +83,30 @@ class SideOutputs:
             return output
         if self._attributes is None:
             # Attributes of `nn.Module` itself begin with an underscore. A unit that stays unsharded needs no hook.
-            each = [(u, vars(m)) for m, u in self._unit_of.items() if u.state is State.SHARDED]
-            places = [(unit, values, name) for unit, values in each for name in values if not name.startswith("_")]
-            self._attributes = [(unit, values, name) for unit, values, name in places if _kept_in(values, name)]
+            each = [
+                (u, vars(m))
+                for m, u in self._unit_of.items()
+                if u.state is State.SHARDED
+            ]
+            places = [
+                (unit, values, name)
+                for unit, values in each
+                for name in values
+                if not name.startswith("_")
+            ]
+            self._attributes = [
+                (unit, values, name)
+                for unit, values, name in places
+                if _kept_in(values, name)
+            ]
         for unit, values, name in self._attributes:
             # A tensor may stay for many forwards, and needs one hook. If the unit's forward was not recorded, the
             # tensor is the output of reentrant checkpointing, which records the forward in backward.
-            new = [tensor for tensor in _kept_in(values, name) if unit.awaits_backward and tensor not in self._watched]
+            new = [
+                tensor
+                for tensor in _kept_in(values, name)
+                if unit.awaits_backward and tensor not in self._watched
+            ]
             self._watched.update((tensor, True) for tensor in new)
             self._watch(unit, None, None, new)
         return output
@@ -100,7 +123,11 @@ class SideOutputs:
 
 def _kept_in(attributes: dict[str, Any], name: str) -> list[torch.Tensor]:
     """The tensors with a graph in an attribute."""
-    return [tensor for tensor in _tensors_in(attributes.get(name)) if tensor.grad_fn is not None]
+    return [
+        tensor
+        for tensor in _tensors_in(attributes.get(name))
+        if tensor.grad_fn is not None
+    ]
 
 
 def _tensors_in(value: Any, depth: int = 4) -> Iterator[torch.Tensor]:

@@ -64,7 +64,9 @@ def reshard_to_number(unit: Unit[PerParameterLayout], choice: Any) -> None:
     layout = unit.layout
     num_shards = unit.plan.mesh.num_shards
     if choice < 1 or num_shards % choice:
-        raise ValueError(message("reshard-factor", choice=choice, num_shards=num_shards))
+        raise ValueError(
+            message("reshard-factor", choice=choice, num_shards=num_shards)
+        )
     if choice in (1, num_shards):
         # With groups of one rank, every rank keeps all parameters unsharded.
         unit.update_policy(reshard_after_forward=choice == num_shards)
@@ -73,7 +75,9 @@ def reshard_to_number(unit: Unit[PerParameterLayout], choice: Any) -> None:
         raise NotImplementedError(message("reshard-number-and-meshes", choice=choice))
     mesh = smaller_mesh(layout.params[0].mesh, choice)
     begin = functools.partial(_reshard, layout, Group.of(mesh.get_group(1)), mesh)
-    unit.update_policy(post_forward_mesh=PostForwardMesh(begin, layout.unshard_from_full_mesh, choice))
+    unit.update_policy(
+        post_forward_mesh=PostForwardMesh(begin, layout.gather_from_own_shards, choice)
+    )
 
 
 def _reshard(layout: PerParameterLayout, group: Group, mesh: DeviceMesh) -> None:
@@ -83,11 +87,19 @@ def _reshard(layout: PerParameterLayout, group: Group, mesh: DeviceMesh) -> None
     """
     registered: dict[ShardedParam, torch.Tensor] = {}
     for bucket in layout.buckets:
-        sizes = [padded_shard_numel(param.shape, param.dim, group.size) for param in bucket.params]
+        sizes = [
+            padded_shard_numel(param.shape, param.dim, group.size)
+            for param in bucket.params
+        ]
         local = torch.zeros(sum(sizes), dtype=bucket.dtype, device=layout.device)
         source = Source(bucket.params, group, sizes, local, bucket.spaces)
         leaves = zip(bucket.leaves, bucket.params, strict=True)
-        source.copy_in([shard_of(leaf.data, param.dim, group.size, group.rank) for leaf, param in leaves])
+        source.copy_in(
+            [
+                shard_of(leaf.data, param.dim, group.size, group.rank)
+                for leaf, param in leaves
+            ]
+        )
         bucket.gather_from(source, compute_event(layout.device))
         for param, local_shard in zip(bucket.params, source.local_shards, strict=True):
             registered[param] = _registered(param, mesh, local_shard)
@@ -95,17 +107,25 @@ def _reshard(layout: PerParameterLayout, group: Group, mesh: DeviceMesh) -> None
     layout.post_forward_params = [registered[param] for param in layout.params]
 
 
-def _registered(param: ShardedParam, mesh: DeviceMesh, local_shard: torch.Tensor) -> nn.Parameter:
+def _registered(
+    param: ShardedParam, mesh: DeviceMesh, local_shard: torch.Tensor
+) -> nn.Parameter:
     """A DTensor around a shard over the last axis of ``mesh``; with tensor parallelism, the sharded parameter."""
     if param.leaf is not param.plain_leaf:
         return param.parameter
     meta = param.parameter._spec.tensor_meta  # type: ignore[attr-defined]
-    spec = dtensor_spec.DTensorSpec(mesh, (Replicate(), Shard(param.dim)), tensor_meta=meta)
-    return nn.Parameter(_around(local_shard, spec), requires_grad=param.parameter.requires_grad)
+    spec = dtensor_spec.DTensorSpec(
+        mesh, (Replicate(), Shard(param.dim)), tensor_meta=meta
+    )
+    return nn.Parameter(
+        _around(local_shard, spec), requires_grad=param.parameter.requires_grad
+    )
 
 
 # The smaller meshes of each shard group, with one of their groups. A group that was destroyed leaves no entry.
-_meshes = weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], tuple[dist.ProcessGroup, DeviceMesh]]]()
+_meshes = weakref.WeakKeyDictionary[
+    Any, dict[tuple[Any, ...], tuple[dist.ProcessGroup, DeviceMesh]]
+]()
 
 
 def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
@@ -126,7 +146,14 @@ def _make(mesh: DeviceMesh, size: int) -> DeviceMesh:
     all_ranks: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
     with on_device_of(Group.of(default_group())):
         dist.all_gather_object(all_ranks, table.tolist())
-    columns = sorted({tuple(ranks) for copies in all_ranks for ranks in zip(*copies, strict=True)})
+    columns = sorted(
+        {tuple(ranks) for copies in all_ranks for ranks in zip(*copies, strict=True)}
+    )
     rows = sorted({tuple(ranks) for copies in all_ranks for ranks in copies})
-    groups = [dist.new_subgroups_by_enumeration([list(ranks) for ranks in every])[0] for every in (columns, rows)]
-    return DeviceMesh.from_group(groups, mesh.device_type, mesh=table, mesh_dim_names=("replicate", "shard"))
+    groups = [
+        dist.new_subgroups_by_enumeration([list(ranks) for ranks in every])[0]
+        for every in (columns, rows)
+    ]
+    return DeviceMesh.from_group(
+        groups, mesh.device_type, mesh=table, mesh_dim_names=("replicate", "shard")
+    )

@@ -27,6 +27,9 @@ def use_dense_gradients(found: Mapping[nn.Parameter, ParamInfo]) -> None:
     """Sets ``sparse=False`` on the embeddings of these parameters."""
     for first in found.values():
         for info in first.attributes:
-            if isinstance(info.module, nn.Embedding | nn.EmbeddingBag) and info.module.sparse:
+            if (
+                isinstance(info.module, nn.Embedding | nn.EmbeddingBag)
+                and info.module.sparse
+            ):
                 info.module.sparse = False
                 warn(message("sparse-gradients", parameter=info.path))

@@ -57,18 +57,28 @@ class SummonedGradients:
         for unit in units:
             if not unit.layout.use_orig_params:
                 raise NotImplementedError(message("summon-no-grads", unit=unit.name))
-        ownership.check_reduced("summon_full_params(with_grads=True)", [unit.layout for unit in units])
+        ownership.check_reduced(
+            "summon_full_params(with_grads=True)", [unit.layout for unit in units]
+        )
 
     def __init__(self, unit: FlatUnit) -> None:
         self._layout = layout = unit.layout
         gradients = [parameter.grad for parameter in layout.local_parameters]
         dtypes = [gradient.dtype for gradient in gradients if gradient is not None]
-        shard = torch.zeros_like(layout.registered.shard, dtype=dtypes[0] if dtypes else None)
-        for gradient, part in zip(gradients, layout.registered.parts(shard), strict=True):
+        shard = torch.zeros_like(
+            layout.registered.shard, dtype=dtypes[0] if dtypes else None
+        )
+        for gradient, part in zip(
+            gradients, layout.registered.parts(shard), strict=True
+        ):
             if gradient is not None:
                 part.copy_(gradient)
         self._flat = all_gather_unit(unit, shard)
-        votes = torch.tensor([gradient is not None for gradient in gradients], dtype=torch.int32, device=layout.device)
+        votes = torch.tensor(
+            [gradient is not None for gradient in gradients],
+            dtype=torch.int32,
+            device=layout.device,
+        )
         if layout.mesh.shard is not None:
             collectives.all_reduce(layout.mesh.shard, votes).wait()
         self._present = [vote > 0 for vote in votes.tolist()]
@@ -78,7 +88,9 @@ class SummonedGradients:
         """Sets ``.grad`` of the full parameters."""
         views = zip(self._layout.views_of(self._flat), self._present, strict=True)
         # With ``keep_low_precision_grads``, gradients have another dtype than the parameters.
-        assign_gradients(full_params, [view if is_present else None for view, is_present in views])
+        assign_gradients(
+            full_params, [view if is_present else None for view, is_present in views]
+        )
 
     def write_back(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Replaces the reduced gradients by this rank's shard of ``gradients``."""
@@ -86,5 +98,8 @@ class SummonedGradients:
         copy_replaced(layout.views_of(self._flat), gradients)
         parts = layout.registered.parts(self._flat[layout.shard_range].clone())
         pairs = zip(parts, gradients, strict=True)
-        kept = [part if gradient is not None and part.numel() else None for part, gradient in pairs]
+        kept = [
+            part if gradient is not None and part.numel() else None
+            for part, gradient in pairs
+        ]
         assign_gradients(layout.local_parameters, kept)

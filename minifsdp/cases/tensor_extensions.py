@@ -81,10 +81,23 @@ class TensorExtensions:
             path = param.info.path
             kind = type(local_shard).__name__
             missing = AFTER if BEFORE in has else BEFORE
-            raise AssertionError(message("half-extension", path=path, type=kind, method=has[0], missing=missing))
+            raise AssertionError(
+                message(
+                    "half-extension",
+                    path=path,
+                    type=kind,
+                    method=has[0],
+                    missing=missing,
+                )
+            )
         return bool(has)
 
-    def create(self, params: list[ShardedParam], local_shards: Sequence[torch.Tensor], options: Options) -> Any:
+    def create(
+        self,
+        params: list[ShardedParam],
+        local_shards: Sequence[torch.Tensor],
+        options: Options,
+    ) -> Any:
         """Creates the bucket of one parameter."""
         return ExtendedBucket(params[0], local_shards[0], options, self._policy)
 
@@ -102,20 +115,39 @@ class ExtendedBucket:
     is_borrowed = False
     kind: object = None
 
-    def __init__(self, param: ShardedParam, local_shard: torch.Tensor, options: Options, policy: Any = None) -> None:
+    def __init__(
+        self,
+        param: ShardedParam,
+        local_shard: torch.Tensor,
+        options: Options,
+        policy: Any = None,
+    ) -> None:
         self.params = [param]
         self.group = param.mesh_groups.shard
         self._param = param
         self._options = options
         self._padded_shape = shard_shape(param.shape, param.dim, param.num_shards, 0)
         self.dtype = options.precision.computes_in(local_shard.dtype)
-        self.num_bytes = param.num_shards * self._padded_shape.numel() * self.dtype.itemsize
+        self.num_bytes = (
+            param.num_shards * self._padded_shape.numel() * self.dtype.itemsize
+        )
         self._pad(local_shard)
         # A placeholder of the same shape, without memory, until the first all-gather creates the leaf.
-        self.leaves = [nn.Parameter(torch.empty(param.shape, dtype=self.dtype, device="meta"), requires_grad=False)]
+        self.leaves = [
+            nn.Parameter(
+                torch.empty(param.shape, dtype=self.dtype, device="meta"),
+                requires_grad=False,
+            )
+        ]
         self._stride = self.leaves[0].stride()
         # The arguments of the first method.
-        self._arguments = [_shard_axis(param.mesh), param.shape, self._stride, param.info.module, policy]
+        self._arguments = [
+            _shard_axis(param.mesh),
+            param.shape,
+            self._stride,
+            param.info.module,
+            policy,
+        ]
         self._freed_at: Any = None
         self._metadata: Any = None
         self._outputs: list[torch.Tensor] = []
@@ -135,8 +167,14 @@ class ExtendedBucket:
             self.local_shards = [part]
         else:
             # 1. A tensor of the parameter's class, with its own memory. Some classes have no slices.
-            self._padded = part.new_zeros(self._padded_shape).to(self._options.storage_device(part))
-            own = self._padded if part.shape == self._padded_shape else self._rows(self._padded, part.shape)
+            self._padded = part.new_zeros(self._padded_shape).to(
+                self._options.storage_device(part)
+            )
+            own = (
+                self._padded
+                if part.shape == self._padded_shape
+                else self._rows(self._padded, part.shape)
+            )
             own.copy_(part)
             self.local_shards = [own]
 
@@ -150,20 +188,33 @@ class ExtendedBucket:
         if self._freed_at is not None:
             # The communication stream created the metadata, and the compute stream has read it up to this event.
             comm_stream.wait_compute(self._freed_at)
-        shard = self._padded if self._is_patched else self._padded.to(self._options.device, non_blocking=True)
+        shard = (
+            self._padded
+            if self._is_patched
+            else self._padded.to(self._options.device, non_blocking=True)
+        )
         before = getattr(shard, BEFORE)
         # In earlier versions of torch, the mesh is the only argument.
         num_arguments = len(inspect.signature(before).parameters)
         tensors, self._metadata = before(*self._arguments[:num_arguments])
-        inputs = [self._fill_up(tensor).to(self._options.device).contiguous() for tensor in tensors]
+        inputs = [
+            self._fill_up(tensor).to(self._options.device).contiguous()
+            for tensor in tensors
+        ]
         if not self._outputs:
-            self._outputs = [t.new_empty((self._param.num_shards * t.shape[0], *t.shape[1:])) for t in inputs]
+            self._outputs = [
+                t.new_empty((self._param.num_shards * t.shape[0], *t.shape[1:]))
+                for t in inputs
+            ]
         for tensor, output in zip(inputs, self._outputs, strict=True):
             output.untyped_storage().resize_(output.nbytes)
             if self.group is None:
                 output.copy_(tensor)
         each = zip(self._outputs, inputs, strict=True)
-        return [(collectives.all_gather, output.view(-1), tensor.view(-1)) for output, tensor in each]
+        return [
+            (collectives.all_gather, output.view(-1), tensor.view(-1))
+            for output, tensor in each
+        ]
 
     def _fill_up(self, tensor: torch.Tensor) -> torch.Tensor:
         """4. Pads a tensor that was computed from an unpadded shard."""
@@ -202,7 +253,9 @@ class ExtendedBucket:
             tensor = self._rows(tensor, self._param.shape)
         # `.data` has its own version counter: a later all-gather must not look like an in-place change.
         self.leaves = [nn.Parameter(tensor.data, requires_grad=False)]
-        self._param.use_leaf(self.leaves[0], self._options.precision.reduces_in(tensor.dtype))
+        self._param.use_leaf(
+            self.leaves[0], self._options.precision.reduces_in(tensor.dtype)
+        )
 
     def free(self) -> None:
         """3. Releases the memory of the all-gather outputs and of the inner tensors."""

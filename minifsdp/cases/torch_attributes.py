@@ -59,7 +59,11 @@ class TorchAttributes:
 
     @property
     def _fsdp_param_groups(self: Any) -> list["ParamGroup"]:
-        return [] if self.unit is None else [ParamGroup(self.unit, self._mp_policy, self.reshard_after_forward)]
+        return (
+            []
+            if self.unit is None
+            else [ParamGroup(self.unit, self._mp_policy, self.reshard_after_forward)]
+        )
 
     @property
     def _fsdp_param_group(self) -> "ParamGroup | None":
@@ -90,19 +94,28 @@ class ParamGroup:
         mesh = self.mesh_info.mesh
         if not policy.reshard_after_forward:
             return None
-        return _info(smaller_mesh(mesh, int(self._reshard_to or 0)) if policy.post_forward_mesh else mesh)
+        return _info(
+            smaller_mesh(mesh, int(self._reshard_to or 0))
+            if policy.post_forward_mesh
+            else mesh
+        )
 
     @property
     def _orig_dtype(self) -> torch.dtype | None:
         """The dtype of the sharded parameters that require gradients."""
-        return next((p.dtype for p in self._unit.layout.local_parameters if p.requires_grad), None)
+        return next(
+            (p.dtype for p in self._unit.layout.local_parameters if p.requires_grad),
+            None,
+        )
 
     @property
     def _reduce_dtype(self) -> torch.dtype | None:
         """The dtype for gradient reduction; ``None`` if it is the dtype that gradients are computed in."""
         reduce = self.mp_policy.reduce_dtype
         is_trained = any(p.requires_grad for p in self._unit.layout.local_parameters)
-        return reduce if is_trained and reduce is not self.mp_policy.param_dtype else None
+        return (
+            reduce if is_trained and reduce is not self.mp_policy.param_dtype else None
+        )
 
 
 def _info(mesh: DeviceMesh) -> fsdp_common.FSDPMeshInfo:

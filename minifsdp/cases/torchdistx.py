@@ -26,7 +26,9 @@ from torch import nn
 Modules = Sequence[tuple[str, nn.Module]]
 
 
-def without_memory(modules: Modules, tensors_of: Callable[[nn.Module], Iterable[torch.Tensor]]) -> Modules:
+def without_memory(
+    modules: Modules, tensors_of: Callable[[nn.Module], Iterable[torch.Tensor]]
+) -> Modules:
     """The modules, with their paths, that own a tensor of torchdistX. None if it is not installed.
 
     Args:
@@ -37,7 +39,11 @@ def without_memory(modules: Modules, tensors_of: Callable[[nn.Module], Iterable[
         fake: Any = importlib.import_module("torchdistx.fake")
     except ImportError:
         return []
-    return [(path, module) for path, module in modules if any(map(fake.is_fake, tensors_of(module)))]
+    return [
+        (path, module)
+        for path, module in modules
+        if any(map(fake.is_fake, tensors_of(module)))
+    ]
 
 
 def materialize(module: nn.Module) -> None:

@@ -34,8 +34,14 @@ def require_call(policy: Callable[..., object], *args: Any, **kwargs: Any) -> No
         return  # Some builtins have no signature, so only a call can check the arguments.
     except TypeError as error:
         name = getattr(policy, "__name__", repr(policy))
-        own = [p for p in inspect.signature(policy).parameters if p not in ("module", "recurse", "nonwrapped_numel")]
-        raise TypeError(message("policy-call", name=name, error=error, own=own[0] if own else "...")) from None
+        own = [
+            p
+            for p in inspect.signature(policy).parameters
+            if p not in ("module", "recurse", "nonwrapped_numel")
+        ]
+        raise TypeError(
+            message("policy-call", name=name, error=error, own=own[0] if own else "...")
+        ) from None
 
 
 def explains_binding(policy: Callable[P, bool]) -> Callable[P, bool]:

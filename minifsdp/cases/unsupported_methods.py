@@ -25,7 +25,9 @@ from typing import Any, NoReturn
 from minifsdp.checks.arguments import Kind, require
 from minifsdp.engine.messages import message
 
-INTEGER = Kind("an integer", lambda value: isinstance(value, int) and not isinstance(value, bool))
+INTEGER = Kind(
+    "an integer", lambda value: isinstance(value, int) and not isinstance(value, bool)
+)
 POSITIVE = Kind("at least 1", lambda value: value >= 1, ValueError)
 
 
@@ -38,7 +40,9 @@ class UnsupportedMethods:
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Not supported (NEW-18), except with ``keep=False``."""
         if keep:
-            raise _not_offered("set_keep_unsharded_storage", "set_reshard_after_forward(False)")
+            raise _not_offered(
+                "set_keep_unsharded_storage", "set_reshard_after_forward(False)"
+            )
 
     def set_custom_all_gather(self, comm: Any) -> NoReturn:
         """Not supported (NEW-18)."""
@@ -46,35 +50,57 @@ class UnsupportedMethods:
 
     def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
         """Not supported (NEW-18)."""
-        raise _not_offered("set_custom_reduce_scatter", "set_all_reduce_hook to look at reduced gradients")
+        raise _not_offered(
+            "set_custom_reduce_scatter",
+            "set_all_reduce_hook to look at reduced gradients",
+        )
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Not supported (NEW-18), except with ``enable=False``."""
         if enable:
-            raise _not_offered("set_allocate_memory_from_process_group_for_comm", "PyTorch's own allocator")
+            raise _not_offered(
+                "set_allocate_memory_from_process_group_for_comm",
+                "PyTorch's own allocator",
+            )
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
         """Not supported (NEW-18)."""
         raise _not_offered("set_symm_mem_for_comm", "PyTorch's own allocator")
 
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
         """Not supported (NEW-18), except with ``enable=False``."""
         if enable:
             raise _not_offered(
-                "set_separate_reduce_scatter_group", "one process group; reductions have their own stream"
+                "set_separate_reduce_scatter_group",
+                "one process group; reductions have their own stream",
             )
 
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
         """Not supported (NEW-18), except with 1, the default.
 
         Raises:
             TypeError: if the value is not an integer, or is a bool.
             ValueError: if the value is smaller than 1.
         """
-        require(INTEGER, "set_reduce_scatter_max_input_buffers", max_input_buffers=max_input_buffers)
-        require(POSITIVE, "set_reduce_scatter_max_input_buffers", max_input_buffers=max_input_buffers)
+        require(
+            INTEGER,
+            "set_reduce_scatter_max_input_buffers",
+            max_input_buffers=max_input_buffers,
+        )
+        require(
+            POSITIVE,
+            "set_reduce_scatter_max_input_buffers",
+            max_input_buffers=max_input_buffers,
+        )
         if max_input_buffers > 1:
-            raise _not_offered("set_reduce_scatter_max_input_buffers", "1, the default of one reduction in flight")
+            raise _not_offered(
+                "set_reduce_scatter_max_input_buffers",
+                "1, the default of one reduction in flight",
+            )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """No effect (NEW-18). In torch, it sets the stream that allocates the memory of all-gathers."""
@@ -82,7 +108,11 @@ class UnsupportedMethods:
 
 def without_methods(theirs: type[Any], ours: type[Any]) -> type[Any]:
     """A subclass of torch's class. Methods that ``ours`` does not have raise an error, because they need its state."""
-    names = [name for name, found in vars(theirs).items() if callable(found) and not hasattr(ours, name)]
+    names = [
+        name
+        for name, found in vars(theirs).items()
+        if callable(found) and not hasattr(ours, name)
+    ]
     return type(theirs.__name__, (theirs,), {name: _refusal(name) for name in names})
 
 

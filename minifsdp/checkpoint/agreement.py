@@ -52,7 +52,9 @@ class StateDictMismatchError(RuntimeError, ValueError):
     """
 
 
-def refuse_together(groups: Sequence[Group], problems: Sequence[str], opening: str = "") -> None:
+def refuse_together(
+    groups: Sequence[Group], problems: Sequence[str], opening: str = ""
+) -> None:
     """Raises on every rank if any rank has a problem. All ranks of the groups must call it.
 
     Args:
@@ -73,10 +75,16 @@ def refuse_together(groups: Sequence[Group], problems: Sequence[str], opening: s
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more"]
     where = " on every rank" if groups else ""
-    raise StateDictMismatchError(message("state-dict-refused", opening=opening, where=where, lines="\n".join(lines)))
+    raise StateDictMismatchError(
+        message(
+            "state-dict-refused", opening=opening, where=where, lines="\n".join(lines)
+        )
+    )
 
 
-def refuse_lacking(groups: Sequence[Group], mine: Iterable[str], opening: str = "") -> None:
+def refuse_lacking(
+    groups: Sequence[Group], mine: Iterable[str], opening: str = ""
+) -> None:
     """Raises on every rank if any rank lacks something that others have. All ranks of the groups must call it.
 
     Args:
@@ -101,7 +109,9 @@ def value_of_first_rank(value: T, groups: Iterable[Group | None]) -> T:
     return box[0]
 
 
-def shard_of_first_rank(mesh: MeshGroups, bucket: torch.Tensor | None, mine: torch.Tensor) -> torch.Tensor:
+def shard_of_first_rank(
+    mesh: MeshGroups, bucket: torch.Tensor | None, mine: torch.Tensor
+) -> torch.Tensor:
     """Fills ``mine`` from the first rank's ``bucket``: a scatter over its shard group, then a broadcast to replicas."""
     if mesh.shard is None:
         if bucket is not None:
@@ -114,7 +124,9 @@ def shard_of_first_rank(mesh: MeshGroups, bucket: torch.Tensor | None, mine: tor
     return mine
 
 
-def monitored_barrier(groups: Sequence[Group], call: str, *, has_facts: bool = False, how: str = "") -> list[Group]:
+def monitored_barrier(
+    groups: Sequence[Group], call: str, *, has_facts: bool = False, how: str = ""
+) -> list[Group]:
     """Waits until every rank of the groups has made the same call. All of them must call it.
 
     Args:
@@ -155,9 +167,16 @@ def _wait_for_all(group: Group, call: str, has_facts: bool, how: str) -> bool:
     # With a counter, the number of messages per rank does not depend on the number of ranks.
     if store.add(arrived, 1) == (number + 1) * group.size:
         # Only the last rank reads what all ranks have written.
-        texts = [text.decode() for text in store.multi_get([f"{key}/{index}" for index in range(group.size)])]
+        texts = [
+            text.decode()
+            for text in store.multi_get(
+                [f"{key}/{index}" for index in range(group.size)]
+            )
+        ]
         calls = sorted({text[1:] for text in texts})
-        differs = f"{calls[0]} on one rank, {calls[-1]} on another" if len(calls) > 1 else ""
+        differs = (
+            f"{calls[0]} on one rank, {calls[-1]} on another" if len(calls) > 1 else ""
+        )
         store.set(f"{key}/complete", f"{max(texts)[0]} {differs}")
     begun = time.monotonic()
     limit = _time_limit(group)
@@ -167,13 +186,22 @@ def _wait_for_all(group: Group, call: str, has_facts: bool, how: str) -> bool:
     except TimeoutError as error:
         seconds = min(time.monotonic() - begun, limit)
         report = "" if observer is None else observer.undo()
-        missing = [rank for index, rank in enumerate(group.ranks) if not store.check([f"{key}/{index}"])]
+        missing = [
+            rank
+            for index, rank in enumerate(group.ranks)
+            if not store.check([f"{key}/{index}"])
+        ]
         # Undo this call, so that all ranks can call again.
         store.add(arrived, -1)
         store.delete_key(f"{key}/{group.rank}")
         raise RuntimeError(
             message(
-                "missing-ranks", call=call, ranks=list(group.ranks), missing=missing, seconds=seconds, report=report
+                "missing-ranks",
+                call=call,
+                ranks=list(group.ranks),
+                missing=missing,
+                seconds=seconds,
+                report=report,
             )
         ) from error
     store.delete_key(f"{key}/{group.rank}")
@@ -181,7 +209,9 @@ def _wait_for_all(group: Group, call: str, has_facts: bool, how: str) -> bool:
     any_has_facts, _, differs = store.get(f"{key}/complete").decode().partition(" ")
     if differs:
         report = "" if observer is None else observer.begin_epoch()
-        raise RuntimeError(message("call-differs", call=call, differs=differs, report=report))
+        raise RuntimeError(
+            message("call-differs", call=call, differs=differs, report=report)
+        )
     if group.rank == 0 and number:
         # No rank waits for the previous call any more.
         store.delete_key(f"minifsdp/{call}/{number - 1}/complete")

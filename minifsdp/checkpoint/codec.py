@@ -28,7 +28,14 @@ Spec: SD-FULL-01, SD-SHARD-01, SD-CFG-18, OSD-01, OSD-03, OSD-06, OSD-08, OSD-09
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import (
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
 from functools import cached_property
 from typing import Any
 
@@ -86,7 +93,9 @@ class UnitCodec:
         places: the range of each parameter's elements in this rank's shard, by number. A range may be empty.
     """
 
-    def __init__(self, wrapper: Wrapper, prefix: str, clean: Callable[[str], str] = str) -> None:
+    def __init__(
+        self, wrapper: Wrapper, prefix: str, clean: Callable[[str], str] = str
+    ) -> None:
         assert wrapper._unit is not None
         self.unit = wrapper._unit
         self.layout = self.unit.layout
@@ -105,21 +114,35 @@ class UnitCodec:
             for slot in info.attributes:
                 slots.setdefault(slot.module, []).append((number, slot.name))
         paths = wrapper.module.named_modules(remove_duplicate=False)
-        self.keys = {clean(prefix + dotted(path) + name): n for path, m in paths for n, name in slots.get(m, [])}
-        self.shapes = {key: self.layout.parameters[number].shape for key, number in self.keys.items()}
+        self.keys = {
+            clean(prefix + dotted(path) + name): n
+            for path, m in paths
+            for n, name in slots.get(m, [])
+        }
+        self.shapes = {
+            key: self.layout.parameters[number].shape
+            for key, number in self.keys.items()
+        }
         owners = self.layout.local_parameters
-        self.owners = {key: owners[0 if self.is_flat else number] for key, number in self.keys.items()}
+        self.owners = {
+            key: owners[0 if self.is_flat else number]
+            for key, number in self.keys.items()
+        }
         first = {number: key for key, number in reversed(self.keys.items())}
         self.names = [first[number] for number in sorted(first)]
 
     def holds(self, key: str, index: int | None = None) -> bool:
         """Whether this rank, or the rank at ``index`` of the shard group, has an element of the parameter."""
-        held = self._sharding.range_in_param(self.mesh.shard_index if index is None else index, self.keys[key])
+        held = self._sharding.range_in_param(
+            self.mesh.shard_index if index is None else index, self.keys[key]
+        )
         return bool(held.stop > held.start)
 
     # --- from shards to values ---
 
-    def all_gathered(self, values: Mapping[str, torch.Tensor], dtype: torch.dtype) -> list[torch.Tensor]:
+    def all_gathered(
+        self, values: Mapping[str, torch.Tensor], dtype: torch.dtype
+    ) -> list[torch.Tensor]:
         """Every parameter's full value, by number, on the compute device. All ranks of the shard group must call it.
 
         Args:
@@ -127,7 +150,9 @@ class UnitCodec:
             dtype: the dtype of the values.
         """
         # This rank's shard is filled in place in the bucket, so that the all-gather needs no memory for it.
-        bucket = torch.empty(self._sharding.padded_numel, dtype=dtype, device=self.layout.device)
+        bucket = torch.empty(
+            self._sharding.padded_numel, dtype=dtype, device=self.layout.device
+        )
         shard = bucket[self._sharding.shard_range(self.mesh.shard_index)]
         for key, value in values.items():
             place = self.places[self.keys[key]]
@@ -146,13 +171,23 @@ class UnitCodec:
     def in_form(self, full: torch.Tensor, form: Form, device: torch.device) -> Any:
         """A copy of a full value in the requested form; on ``device`` unless it is offloaded."""
         device = torch.device("cpu") if form.offload else device
-        if not form.is_sharded or self.group is None or not tensors.has_rows(full.shape):
+        if (
+            not form.is_sharded
+            or self.group is None
+            or not tensors.has_rows(full.shape)
+        ):
             # Tensor parallelism all-gathers on the compute device, so before the copy to the CPU.
-            return (tensors.complete(full) if form.is_complete else full).to(device, copy=True)
+            return (tensors.complete(full) if form.is_complete else full).to(
+                device, copy=True
+            )
         # `ShardedTensor` supports only row-major order.
         full = full.contiguous()
         # Split before the copy to the CPU, so that only this rank's rows are copied.
-        use_dtensor = self._wrapper._device_mesh is not None if form.use_dtensor is None else form.use_dtensor
+        use_dtensor = (
+            self._wrapper._device_mesh is not None
+            if form.use_dtensor is None
+            else form.use_dtensor
+        )
         if use_dtensor or isinstance(full, DTensor):
             return tensors.as_dtensor(full, self.group, self._device_mesh, device)
         rows = shard_of(full, 0, self.group.size, self.group.rank).to(device, copy=True)
@@ -167,20 +202,28 @@ class UnitCodec:
 
     def local_shard(self, form: Form) -> Any:
         """A copy of this rank's shard for a local state dict."""
-        shard = self.layout.local_values().to("cpu" if form.offload else self.layout.device, copy=True)
+        shard = self.layout.local_values().to(
+            "cpu" if form.offload else self.layout.device, copy=True
+        )
         if self.group is None:
             return shard
-        return tensors.as_sharded_tensor(shard, torch.Size([self._sharding.padded_numel]), self.group)
+        return tensors.as_sharded_tensor(
+            shard, torch.Size([self._sharding.padded_numel]), self.group
+        )
 
     @cached_property
     def _device_mesh(self) -> Any:
         if self._wrapper._device_mesh is not None:
             return self._wrapper._device_mesh
-        return DeviceMesh.from_group(self.group.process_group, self._wrapper.compute_device.type)  # type: ignore[union-attr]
+        kind = self._wrapper.compute_device.type
+        group: Any = self.group
+        return DeviceMesh.from_group(group.process_group, kind)
 
     # --- from values to shards ---
 
-    def misfit(self, key: str, where: str, value: Any, form: Form, *, any_shape: bool = False) -> Iterator[str]:
+    def misfit(
+        self, key: str, where: str, value: Any, form: Form, *, any_shape: bool = False
+    ) -> Iterator[str]:
         """Describes the problem of a value that a state dict has for the parameter ``key``. Nothing is communicated.
 
         Args:
@@ -194,9 +237,16 @@ class UnitCodec:
         if not is_tensor_like(value):
             yield detail("no-tensor", key=where, type=type(value).__name__)
         elif tuple(value.size()) != shape and not any_shape:
-            yield detail("size-mismatch-of-unit", key=where, shape=shape, found=tuple(value.size()))
+            yield detail(
+                "size-mismatch-of-unit",
+                key=where,
+                shape=shape,
+                found=tuple(value.size()),
+            )
         elif not tensors.is_sharded_like(value, self.layout.specs[self.keys[key]]):
-            yield from tensors.misplaced_rows(value, where, self.group, may_be_sharded=form.is_sharded)
+            yield from tensors.misplaced_rows(
+                value, where, self.group, may_be_sharded=form.is_sharded
+            )
 
     def given_shard(self, state: Mapping[str, Any]) -> torch.Tensor | None:
         """This rank's shard in a local state dict, under either of its keys; ``None`` if there is none."""
@@ -213,13 +263,17 @@ class UnitCodec:
         if isinstance(value, torch.Tensor):
             return value
         # Some frameworks use lazy tensors, which read their values from the file in `copy_`.
-        return torch.empty(tuple(value.size()), dtype=value.dtype, device="cpu").copy_(value)
+        return torch.empty(tuple(value.size()), dtype=value.dtype, device="cpu").copy_(
+            value
+        )
 
     def local_full(self, key: str, value: Any) -> torch.Tensor:
         """`unsharded`, for a value of the parameter ``key``. With tensor parallelism, this rank's part of it."""
         number = self.keys[key]
         full = self.unsharded(value).detach()
-        return local_values(full, self.layout.specs[number], self.layout.local_shapes[number])
+        return local_values(
+            full, self.layout.specs[number], self.layout.local_shapes[number]
+        )
 
     def copy_into(self, shard: torch.Tensor, values: Mapping[str, Any]) -> torch.Tensor:
         """Copies this rank's elements of values, given by key, into ``shard``. Rows are all-gathered one by one."""
@@ -227,7 +281,9 @@ class UnitCodec:
             number = self.keys[key]
             held = self._sharding.range_in_param(self.mesh.shard_index, number)
             # The full value has no name, so it is released before the next value is all-gathered.
-            shard[self.places[number]].copy_(self._sharding.flattened(number, self.local_full(key, value))[held])
+            shard[self.places[number]].copy_(
+                self._sharding.flattened(number, self.local_full(key, value))[held]
+            )
         return shard
 
 
@@ -266,18 +322,32 @@ class ParameterNames:
         self.unit_of = {name: unit for unit in self.units for name in unit.names}
         self.owners = {name: unit.owners[name] for name, unit in self.unit_of.items()}
         # After a forward with SHARD_GRAD_OP, modules have other tensors than the optimizer, so names are compared.
-        of_units = {key: owner for unit in self.units for key, owner in unit.owners.items()}
+        of_units = {
+            key: owner for unit in self.units for key, owner in unit.owners.items()
+        }
         registered = dict(model.named_parameters())
         plain = {name: clean(plain_path(name)) for name in registered}
-        current = {name: of_units.get(plain[name], parameter) for name, parameter in registered.items()}
+        current = {
+            name: of_units.get(plain[name], parameter)
+            for name, parameter in registered.items()
+        }
         in_units = set(of_units.values())
-        self.outside = {parameter: plain[name] for name, parameter in current.items() if parameter not in in_units}
-        self.owners.update({name: parameter for parameter, name in self.outside.items()})
+        self.outside = {
+            parameter: plain[name]
+            for name, parameter in current.items()
+            if parameter not in in_units
+        }
+        self.owners.update(
+            {name: parameter for parameter, name in self.outside.items()}
+        )
         self.of: dict[nn.Parameter, list[str]] = {}
         for name, owner in self.owners.items():
             self.of.setdefault(owner, []).append(name)
         self.current_names = {parameter: name for name, parameter in current.items()}
-        self.by_name = {**{plain[name]: parameter for name, parameter in current.items()}, **current}
+        self.by_name = {
+            **{plain[name]: parameter for name, parameter in current.items()},
+            **current,
+        }
 
     def originals_of(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         """The original names of parameters of the optimizer."""
@@ -285,14 +355,26 @@ class ParameterNames:
 
     def unknown(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         """Describes the problem if an optimizer has parameters that the model does not have."""
-        shapes = [tuple(parameter.shape) for parameter in parameters if parameter not in self.of]
-        return [detail("foreign-parameters", number=len(shapes), shapes=shapes[:5])] if shapes else []
+        shapes = [
+            tuple(parameter.shape)
+            for parameter in parameters
+            if parameter not in self.of
+        ]
+        return (
+            [detail("foreign-parameters", number=len(shapes), shapes=shapes[:5])]
+            if shapes
+            else []
+        )
 
 
 def tensor_parallel_groups(units: Iterable[UnitCodec]) -> list[Group]:
     """The groups of tensor parallelism of units. Together with the groups of FSDP, they contain all ranks."""
-    meshes = dict.fromkeys(spec.mesh for unit in units for spec in unit.layout.specs if spec is not None)
-    return [Group.of(mesh.get_group(axis)) for mesh in meshes for axis in range(mesh.ndim)]
+    meshes = dict.fromkeys(
+        spec.mesh for unit in units for spec in unit.layout.specs if spec is not None
+    )
+    return [
+        Group.of(mesh.get_group(axis)) for mesh in meshes for axis in range(mesh.ndim)
+    ]
 
 
 def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
@@ -300,7 +382,9 @@ def parameters_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:
     return [parameter for group in groups for parameter in group["params"]]
 
 
-def regrouped(group: Mapping[str, Any], params: list[Any], param_names: Sequence[str] | None) -> dict[str, Any]:
+def regrouped(
+    group: Mapping[str, Any], params: list[Any], param_names: Sequence[str] | None
+) -> dict[str, Any]:
     """A group with copies of the settings of ``group``, for other parameters or keys.
 
     Args:
@@ -308,7 +392,13 @@ def regrouped(group: Mapping[str, Any], params: list[Any], param_names: Sequence
         params: the parameters or keys of the new group.
         param_names: names to store in the group; ``None`` if the optimizer stores none.
     """
-    settings = copy.deepcopy({key: value for key, value in group.items() if key not in ("params", "param_names")})
+    settings = copy.deepcopy(
+        {
+            key: value
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+    )
     if param_names is not None:
         settings["param_names"] = list(param_names)
     return {**settings, "params": params}

@@ -40,7 +40,11 @@ def register_hooks(state: FSDPState) -> None:
     if state.unit is not None:
         # A weak reference, because `copy.deepcopy` of a module copies its hooks, and a unit cannot be copied.
         show_sharded = functools.partial(_show_sharded, weakref.ref(state.unit))
-        for module in {slot.module for owned in state.unit.layout.parameters for slot in owned.attributes}:
+        for module in {
+            slot.module
+            for owned in state.unit.layout.parameters
+            for slot in owned.attributes
+        }:
             module.register_state_dict_pre_hook(show_sharded)
             module.register_load_state_dict_pre_hook(show_sharded)
 
@@ -59,7 +63,9 @@ def reshard_all(module: nn.Module) -> None:
             state.unit.reshard()
 
 
-def check_before_load(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any) -> None:
+def check_before_load(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any
+) -> None:
     """A hook before ``load_state_dict``. All units of ``module`` are resharded.
 
     This includes units without a key in the dict, so that ranks issue the same all-gathers even if only one raised.
@@ -68,33 +74,65 @@ def check_before_load(module: nn.Module, state: dict[str, Any], prefix: str, met
         RuntimeError: full tensors for a sharded model, a model on the meta device without ``assign=True``, or DTensors
             with another sharding.
     """
-    shown = {prefix + name: parameter for name, parameter in module.named_parameters(remove_duplicate=False)}
+    shown = {
+        prefix + name: parameter
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+    }
     reshard_all(module)
-    now = {key: module.get_parameter(key.removeprefix(prefix)) for key in shown if key in state}
-    sharded = {key: parameter for key, parameter in now.items() if isinstance(parameter, DTensor)}
+    now = {
+        key: module.get_parameter(key.removeprefix(prefix))
+        for key in shown
+        if key in state
+    }
+    sharded = {
+        key: parameter
+        for key, parameter in now.items()
+        if isinstance(parameter, DTensor)
+    }
     assigns = metadata.get("assign_to_params_buffers", False)
     given = {key: state[key] for key in sharded if isinstance(state[key], DTensor)}
     for key, value in given.items():
         parameter = sharded[key]
         # A copy redistributes over the same ranks; with `assign=True` the tensor replaces the parameter unchanged.
-        if value.device_mesh != parameter.device_mesh or (assigns and value.placements != parameter.placements):
-            expected, found = (f"shape {tuple(tensor.shape)} {placement_of(tensor)}" for tensor in (parameter, value))
-            raise RuntimeError(message("load-other-cut", key=key, expected=expected, found=found))
-    on_meta = [key for key, parameter in sharded.items() if parameter.device.type == "meta"]
+        if value.device_mesh != parameter.device_mesh or (
+            assigns and value.placements != parameter.placements
+        ):
+            expected, found = (
+                f"shape {tuple(tensor.shape)} {placement_of(tensor)}"
+                for tensor in (parameter, value)
+            )
+            raise RuntimeError(
+                message("load-other-cut", key=key, expected=expected, found=found)
+            )
+    on_meta = [
+        key for key, parameter in sharded.items() if parameter.device.type == "meta"
+    ]
     if on_meta and not assigns:
-        raise RuntimeError(message("load-into-meta", parameters=some([repr(key) for key in on_meta], 3)))
+        raise RuntimeError(
+            message(
+                "load-into-meta", parameters=some([repr(key) for key in on_meta], 3)
+            )
+        )
     # PyTorch's functions shard a parameter with several names under the first name only.
     known = {sharded[key]: value for key, value in given.items()}
-    state.update({key: known[p] for key, p in sharded.items() if p in known and key not in given})
+    state.update(
+        {key: known[p] for key, p in sharded.items() if p in known and key not in given}
+    )
     unsharded = [key for key in sharded if not isinstance(state[key], DTensor)]
     # After an evaluation the root is unsharded, and PyTorch's functions then pass full tensors for it.
     helps = get_debug_level() == DebugLevel.DETAIL
     allowed = {key for key in unsharded if helps or not isinstance(shown[key], DTensor)}
-    refused = [repr(key) for key in unsharded if key not in allowed or not isinstance(state[key], torch.Tensor)]
+    refused = [
+        repr(key)
+        for key in unsharded
+        if key not in allowed or not isinstance(state[key], torch.Tensor)
+    ]
     if refused:
         raise RuntimeError(message("load-whole", tensors=some(refused, 3)))
     for key in unsharded:
         parameter = sharded[key]
         value = state[key] if parameter.is_meta else state[key].to(parameter.device)
         # Every rank has the full tensor, so no communication is needed.
-        state[key] = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        state[key] = distribute_tensor(
+            value, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )

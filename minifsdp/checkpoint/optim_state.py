@@ -42,7 +42,13 @@ from torch import nn
 from torch.utils._pytree import tree_flatten
 
 from minifsdp.checkpoint import agreement, tensors
-from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, parameters_of, regrouped, tensor_parallel_groups
+from minifsdp.checkpoint.codec import (
+    ParameterNames,
+    UnitCodec,
+    parameters_of,
+    regrouped,
+    tensor_parallel_groups,
+)
 from minifsdp.checkpoint.state_dict_options import Form
 from minifsdp.engine.exchange import exchange, groups_of
 from minifsdp.engine.lifetime import outside_inference_mode
@@ -87,29 +93,47 @@ def save(
     agreement.monitored_barrier(groups, "optim_state_dict()")
     tensor_parallel = tensor_parallel_groups(names.units) if form.is_complete else []
     keys, problems = _parameters_by_key(names, optimizer, given)
-    states = {keys[key]: entries for key, entries in given["state"].items() if key in keys}
+    states = {
+        keys[key]: entries for key, entries in given["state"].items() if key in keys
+    }
     facts, differences = _facts_of_all_ranks(names, states)
     # A rank whose keys are invalid seems to lack all states, so its own problems are listed first.
     agreement.refuse_together([*groups, *tensor_parallel], [*problems, *differences])
     # The first ranks of the units all-gather the values of tensor parallelism, and one of them keeps the result.
     rank = rank_of_this_process() if group is None else group.rank()
-    is_first = names.units[0].mesh.is_first if names.units and group is None else rank == 0
+    is_first = (
+        names.units[0].mesh.is_first if names.units and group is None else rank == 0
+    )
     is_wanted = is_first or not form.first_only
-    is_kept = is_wanted and not (form.first_only and any(group.rank for group in tensor_parallel))
+    is_kept = is_wanted and not (
+        form.first_only and any(group.rank for group in tensor_parallel)
+    )
     found: dict[Any, Any] = {}
     for unit in names.units:
-        converted = each_state(unit, facts, partial(_in_form, unit, states, form if is_wanted else None))
+        converted = each_state(
+            unit, facts, partial(_in_form, unit, states, form if is_wanted else None)
+        )
         if is_kept:
             found.update(converted)
     for parameter, name in names.outside.items():
         if is_wanted and parameter in states:
-            values = {key: tensors.complete(v) if form.is_complete else v for key, v in states[parameter].items()}
-            found[name] = {key: copied(value, offload=form.offload) for key, value in values.items()}
+            values = {
+                key: tensors.complete(v) if form.is_complete else v
+                for key, v in states[parameter].items()
+            }
+            found[name] = {
+                key: copied(value, offload=form.offload)
+                for key, value in values.items()
+            }
     if not is_kept:
         return {}
     # The dict has the order of the model, which is the same on all ranks, because code that all-gathers the values of
     # a sharded dict iterates over it in order.
-    unknown = {key: copy.deepcopy(entries) for key, entries in given["state"].items() if key not in keys}
+    unknown = {
+        key: copy.deepcopy(entries)
+        for key, entries in given["state"].items()
+        if key not in keys
+    }
     if unknown:
         # Custom keys of the user are saved as well.
         warn(message("unknown-optimizer-keys", keys=sorted(map(str, unknown))))
@@ -118,7 +142,9 @@ def save(
         result["param_groups"] = []
         for own in given["param_groups"]:
             originals = names.originals_of(keys[key] for key in own["params"])
-            result["param_groups"].append(regrouped(own, originals, originals if "param_names" in own else None))
+            result["param_groups"].append(
+                regrouped(own, originals, originals if "param_names" in own else None)
+            )
     return result
 
 
@@ -130,13 +156,22 @@ def _parameters_by_key(
     If there are problems, the map is empty.
     """
     parameters = parameters_of(optimizer.param_groups)
-    keys = parameters_of(given["param_groups"]) if "param_groups" in given else list(range(len(parameters)))
+    keys = (
+        parameters_of(given["param_groups"])
+        if "param_groups" in given
+        else list(range(len(parameters)))
+    )
     problems = names.unknown(parameters)
     if len(keys) != len(parameters):
         problems.append(detail("own-count", expected=len(parameters), found=len(keys)))
-    elif strangers := [key for key in keys if isinstance(key, str) and key not in names.by_name]:
+    elif strangers := [
+        key for key in keys if isinstance(key, str) and key not in names.by_name
+    ]:
         problems.append(detail("own-names", strangers=strangers[:5]))
-    return {} if problems else {**dict(zip(keys, parameters, strict=True)), **names.by_name}, problems
+    return {} if problems else {
+        **dict(zip(keys, parameters, strict=True)),
+        **names.by_name,
+    }, problems
 
 
 # ---- 1. facts -------------------------------------------------------------------------------------------------------
@@ -166,7 +201,9 @@ class Number:
         return f"{self.value} ({self.dtype})"
 
 
-def facts_of(entries: Mapping[str, Any], shape: torch.Size, elementwise: Container[str]) -> dict[str, Any]:
+def facts_of(
+    entries: Mapping[str, Any], shape: torch.Size, elementwise: Container[str]
+) -> dict[str, Any]:
     """The facts of one parameter by name of the state.
 
     Args:
@@ -181,7 +218,9 @@ def facts_of(entries: Mapping[str, Any], shape: torch.Size, elementwise: Contain
         elif value.ndim == 0 and (shape or key not in elementwise):
             facts[key] = Number(value.dtype, value.item())
         else:
-            facts[key] = PerElement(value.dtype, None if value.size() == shape else tuple(value.size()))
+            facts[key] = PerElement(
+                value.dtype, None if value.size() == shape else tuple(value.size())
+            )
     return facts
 
 
@@ -198,22 +237,37 @@ def copied(value: Any, *, offload: bool = False) -> Any:
 # ---- 2. comparing ---------------------------------------------------------------------------------------------------
 
 
-def _facts_of_all_ranks(names: ParameterNames, states: States) -> tuple[Facts, list[str]]:
+def _facts_of_all_ranks(
+    names: ParameterNames, states: States
+) -> tuple[Facts, list[str]]:
     """The facts of all parameters, the same on all ranks of a shard group, and a description of each mismatch."""
     in_units = {names.owners[name] for name in names.unit_of} & states.keys()
-    facts = {owner: facts_of(states[owner], owner.shape, elementwise=states[owner]) for owner in in_units}
+    facts = {
+        owner: facts_of(states[owner], owner.shape, elementwise=states[owner])
+        for owner in in_units
+    }
     # Sent without names, which are equal on all ranks.
     mine = [facts.get(names.owners[name]) for name in names.unit_of]
     # Replicas have equal shards, so the facts of this rank's shard group are enough.
-    by_rank = exchange(groups_of(MeshGroups(unit.mesh.shard, None) for unit in names.units), mine)
+    by_rank = exchange(
+        groups_of(MeshGroups(unit.mesh.shard, None) for unit in names.units), mine
+    )
     merged: Facts = {}
     problems: list[str] = []
     for number, (name, unit) in enumerate(names.unit_of.items()):
-        ranks = [rank_of_this_process()] if unit.group is None else list(unit.group.ranks)
+        ranks = (
+            [rank_of_this_process()] if unit.group is None else list(unit.group.ranks)
+        )
         # A rank without an element of the parameter may have an empty state or none, so it is not compared.
         # In a simulation, one process runs all ranks, and only its own facts exist.
-        holders = [rank for place, rank in enumerate(ranks) if rank in by_rank and unit.holds(name, place)]
-        known = {rank: by_rank[rank][number] for rank in holders or ranks if rank in by_rank}
+        holders = [
+            rank
+            for place, rank in enumerate(ranks)
+            if rank in by_rank and unit.holds(name, place)
+        ]
+        known = {
+            rank: by_rank[rank][number] for rank in holders or ranks if rank in by_rank
+        }
         reported = {rank: found for rank, found in known.items() if found is not None}
         if reported:
             merged[name] = next(iter(reported.values()))
@@ -221,11 +275,15 @@ def _facts_of_all_ranks(names: ParameterNames, states: States) -> tuple[Facts, l
     return merged, problems
 
 
-def _mismatches(unit: UnitCodec, name: str, holders: list[int], reported: dict[int, Any]) -> Iterator[str]:
+def _mismatches(
+    unit: UnitCodec, name: str, holders: list[int], reported: dict[int, Any]
+) -> Iterator[str]:
     """Describes how the facts of one parameter differ between ranks. Only ranks with an element are compared."""
     lacking = [rank for rank in holders if rank not in reported]
     if lacking:
-        yield detail("state-on-some-ranks", name=name, having=list(reported), lacking=lacking)
+        yield detail(
+            "state-on-some-ranks", name=name, having=list(reported), lacking=lacking
+        )
     for key, first, rank in differences(reported) if holders and not lacking else ():
         yield detail(
             "state-differs",
@@ -237,18 +295,28 @@ def _mismatches(unit: UnitCodec, name: str, holders: list[int], reported: dict[i
             rank=rank,
         )
     for key, fact in next(iter(reported.values())).items():
-        if isinstance(fact, PerElement) and fact.shape is not None and not unit.keeps_shapes:
+        if (
+            isinstance(fact, PerElement)
+            and fact.shape is not None
+            and not unit.keeps_shapes
+        ):
             yield detail("state-unfit", key=key, name=name, shape=fact.shape)
 
 
-def differences(reported: Mapping[Any, Mapping[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
+def differences(
+    reported: Mapping[Any, Mapping[str, Any]],
+) -> Iterator[tuple[str, Any, Any]]:
     """The states whose facts differ from the first ones: the state's name, and the keys of the two facts."""
     first, *others = reported or [None]
     for other in others:
         expected = reported[first]
         found = reported[other]
         for key in sorted({*expected, *found}):
-            if key not in expected or key not in found or not _same(expected[key], found[key]):
+            if (
+                key not in expected
+                or key not in found
+                or not _same(expected[key], found[key])
+            ):
                 yield key, first, other
 
 
@@ -262,14 +330,20 @@ def _same(one: Any, other: Any) -> bool:
 def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype is other.dtype and torch.equal(one, other)
-    return not isinstance(one, torch.Tensor) and not isinstance(other, torch.Tensor) and bool(one == other)
+    return (
+        not isinstance(one, torch.Tensor)
+        and not isinstance(other, torch.Tensor)
+        and bool(one == other)
+    )
 
 
 # ---- 3. unit by unit, one state at a time ---------------------------------------------------------------------------
 
 
 def each_state(
-    unit: UnitCodec, facts: Facts, values_of: Callable[[str, torch.dtype, list[str]], Mapping[str, Any]]
+    unit: UnitCodec,
+    facts: Facts,
+    values_of: Callable[[str, torch.dtype, list[str]], Mapping[str, Any]],
 ) -> Facts:
     """Converts the states of a unit. A state that applies to a whole parameter is copied.
 
@@ -280,7 +354,11 @@ def each_state(
             name, its dtype, and the names of the parameters that share one bucket. Returns their values by name.
             Usually a state has one dtype, but an optimizer may use another dtype for the biases than for the weights.
     """
-    result = {name: {key: copied(fact) for key, fact in facts[name].items()} for name in unit.names if name in facts}
+    result = {
+        name: {key: copied(fact) for key, fact in facts[name].items()}
+        for name in unit.names
+        if name in facts
+    }
     buckets: dict[tuple[str, torch.dtype], list[str]] = {}
     for name, entries in result.items():
         for key, fact in entries.items():
@@ -293,16 +371,29 @@ def each_state(
 
 
 def _in_form(
-    unit: UnitCodec, states: States, form: Form | None, key: str, dtype: torch.dtype, names: list[str]
+    unit: UnitCodec,
+    states: States,
+    form: Form | None,
+    key: str,
+    dtype: torch.dtype,
+    names: list[str],
 ) -> dict[str, Any]:
     """The values of one state. Issues an all-gather: all ranks of the unit's shard group must call it.
 
     With ``form=None``, this rank takes part and gets no values.
     """
-    full = {name: states[unit.owners[name]][key] for name in names if unit.keeps_shapes or unit.holds(name)}
+    full = {
+        name: states[unit.owners[name]][key]
+        for name in names
+        if unit.keeps_shapes or unit.holds(name)
+    }
     if unit.keeps_shapes:
         full = {name: unit.as_parameter(name, value) for name, value in full.items()}
     else:
         full = dict(zip(unit.names, unit.all_gathered(full, dtype), strict=True))
     device = unit.layout.local_values().device
-    return {} if form is None else {name: unit.in_form(full[name], form, device) for name in names}
+    return (
+        {}
+        if form is None
+        else {name: unit.in_form(full[name], form, device) for name in names}
+    )

@@ -42,8 +42,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifsdp.checkpoint import agreement, tensors
-from minifsdp.checkpoint.codec import ParameterNames, UnitCodec, parameters_of, regrouped, tensor_parallel_groups
-from minifsdp.checkpoint.optim_state import Facts, copied, differences, each_state, facts_of
+from minifsdp.checkpoint.codec import (
+    ParameterNames,
+    UnitCodec,
+    parameters_of,
+    regrouped,
+    tensor_parallel_groups,
+)
+from minifsdp.checkpoint.optim_state import (
+    Facts,
+    copied,
+    differences,
+    each_state,
+    facts_of,
+)
 from minifsdp.checkpoint.state_dict_options import Form
 from minifsdp.engine.exchange import groups_of
 from minifsdp.engine.lifetime import outside_inference_mode
@@ -76,10 +88,14 @@ class Target:
 
     def __post_init__(self) -> None:
         self.names = ParameterNames(self.model, self.clean)
-        self.tensor_parallel = tensor_parallel_groups(self.names.units) if self.form.is_complete else []
+        self.tensor_parallel = (
+            tensor_parallel_groups(self.names.units) if self.form.is_complete else []
+        )
         names = self.names.current_names if self.by_name else {}
         numbered = enumerate(parameters_of(self.optim.param_groups))
-        self.keys = {parameter: names.get(parameter, number) for number, parameter in numbered}
+        self.keys = {
+            parameter: names.get(parameter, number) for number, parameter in numbered
+        }
 
 
 @torch.no_grad()
@@ -102,7 +118,9 @@ def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, 
     first_only = target.form.first_only
     tensor_parallel = target.tensor_parallel
     if not names.units:
-        raise ValueError(message("optimizer-without-fsdp", type=type(target.model).__name__))
+        raise ValueError(
+            message("optimizer-without-fsdp", type=type(target.model).__name__)
+        )
     groups = groups_of(unit.mesh for unit in names.units) if communicates else []
     agreement.monitored_barrier(groups, "optim_state_dict_to_load()")
     mesh = names.units[0].mesh
@@ -111,21 +129,33 @@ def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, 
     source = given if is_first or not first_only else {"state": {}}
     problems = names.unknown(target.keys) or _problems(source, target)
     if first_only:
-        apart = [unit for unit in names.units if unit.mesh.is_first is not mesh.is_first]
+        apart = [
+            unit for unit in names.units if unit.mesh.is_first is not mesh.is_first
+        ]
         problems += [detail("first-rank-apart", unit=unit.unit.name) for unit in apart]
     agreement.refuse_together([*groups, *tensor_parallel], problems)
     state = source["state"]
     if not first_only:
         # Rows are all-gathered one by one, so each rank must have them, with the same dtype.
-        mine = [detail("states-on-others", name=name) for name in names.unit_of if state.get(name)]
+        mine = [
+            detail("states-on-others", name=name)
+            for name in names.unit_of
+            if state.get(name)
+        ]
         for name, key, tensor in _tensors_in(state, names):
             if tensors.is_sharded(tensor):
-                mine.append(detail("rows-lacking", name=name, key=key, dtype=tensor.dtype))
+                mine.append(
+                    detail("rows-lacking", name=name, key=key, dtype=tensor.dtype)
+                )
         agreement.refuse_lacking(groups, mine)
-    rest = {name: entries for name, entries in state.items() if name not in names.unit_of}
+    rest = {
+        name: entries for name, entries in state.items() if name not in names.unit_of
+    }
     outline = _facts_given(names, state), rest, source.get("param_groups")
     if first_only:
-        outline = agreement.value_of_first_rank(outline, [*tensor_parallel, mesh.replicate, mesh.shard])
+        outline = agreement.value_of_first_rank(
+            outline, [*tensor_parallel, mesh.replicate, mesh.shard]
+        )
     facts, rest, given_groups = outline
     loaded: dict[Any, Any] = {}
     for unit in names.units:
@@ -144,7 +174,9 @@ def _facts_given(names: ParameterNames, state: Mapping[str, Any]) -> Facts:
     found = [(key, tensor) for _, key, tensor in _tensors_in(state, names)]
     # A 0-d value for a 0-d parameter is ambiguous. A state that has dimensions for any parameter is per element. If all
     # parameters are 0-d, all states except the step counter are per element.
-    elementwise = {key for key, tensor in found if tensor.ndim} or {key for key, _ in found if key != "step"}
+    elementwise = {key for key, tensor in found if tensor.ndim} or {
+        key for key, _ in found if key != "step"
+    }
     return {
         name: facts_of(state[name], unit.shapes[name], elementwise)
         for name, unit in names.unit_of.items()
@@ -152,7 +184,9 @@ def _facts_given(names: ParameterNames, state: Mapping[str, Any]) -> Facts:
     }
 
 
-def _tensors_in(state: Mapping[str, Any], names: ParameterNames) -> Iterator[tuple[str, str, torch.Tensor]]:
+def _tensors_in(
+    state: Mapping[str, Any], names: ParameterNames
+) -> Iterator[tuple[str, str, torch.Tensor]]:
     """All tensors in a dict's parameter states, with the names of the parameter and the state."""
     for name in names.owners:
         for key, value in state.get(name, {}).items():
@@ -163,37 +197,71 @@ def _tensors_in(state: Mapping[str, Any], names: ParameterNames) -> Iterator[tup
 def _problems(given: Any, target: Target) -> list[str]:
     """Describes each problem of a dict; the list is empty if the dict fits."""
     if not isinstance(given, Mapping) or "state" not in given:
-        found = sorted(map(str, given)) if isinstance(given, Mapping) else type(given).__name__
+        found = (
+            sorted(map(str, given))
+            if isinstance(given, Mapping)
+            else type(given).__name__
+        )
         return [detail("state-missing", found=found)]
     state = given["state"]
     if numbers := [key for key in state if isinstance(key, int)]:
         return [detail("state-numbered", numbers=numbers[:3])]
-    if wrong := [name for name in target.names.owners if not isinstance(state.get(name, {}), Mapping)]:
-        return [detail("state-no-dict", name=wrong[0], found=type(state[wrong[0]]).__name__)]
+    if wrong := [
+        name
+        for name in target.names.owners
+        if not isinstance(state.get(name, {}), Mapping)
+    ]:
+        return [
+            detail("state-no-dict", name=wrong[0], found=type(state[wrong[0]]).__name__)
+        ]
     problems = [*_name_problems(given, target), *_tensor_problems(state, target)]
     # Values are compared with each other only if each of them is valid.
     facts = _facts_given(target.names, state)
-    return problems or [text for unit in target.names.units if unit.is_flat for text in _stored_once(unit, facts)]
+    return problems or [
+        text
+        for unit in target.names.units
+        if unit.is_flat
+        for text in _stored_once(unit, facts)
+    ]
 
 
 def _name_problems(given: Mapping[str, Any], target: Target) -> Iterator[str]:
     """Compares the groups of the dict with those of the optimizer, and finds parameters that only the dict has."""
     state = given["state"]
     names = target.names
-    listed = {name: n for n, group in enumerate(given.get("param_groups", ())) for name in group["params"]}
+    listed = {
+        name: n
+        for n, group in enumerate(given.get("param_groups", ()))
+        for name in group["params"]
+    }
     optional = set(names.outside.values()) if target.is_lenient else set()
-    for index, group in enumerate(target.optim.param_groups if "param_groups" in given else ()):
+    for index, group in enumerate(
+        target.optim.param_groups if "param_groups" in given else ()
+    ):
         wanted = names.originals_of(group["params"])
-        yield from (detail("in-no-group", name=name) for name in wanted if name not in listed and name not in optional)
+        yield from (
+            detail("in-no-group", name=name)
+            for name in wanted
+            if name not in listed and name not in optional
+        )
         instances = {listed[name]: name for name in reversed(wanted) if name in listed}
         if len(instances) > 1:
             sources = sorted(instances)
-            yield detail("groups-differ", index=index, sources=sources, instances=[instances[s] for s in sources])
+            yield detail(
+                "groups-differ",
+                index=index,
+                sources=sources,
+                instances=[instances[s] for s in sources],
+            )
     # The optimizer's own state may have custom keys, and then the dict may have them, too.
     owned = {*names.originals_of(target.keys), *target.optim.state}
     for name in dict.fromkeys([*listed, *state]):
         # Custom entries are allowed if they do not look like the states of a parameter.
-        if name not in owned and (name in listed or name in names.owners or isinstance(state.get(name), Mapping)):
+        if name not in owned and (
+            name in listed
+            or name in names.owners
+            or isinstance(state.get(name), Mapping)
+        ):
             yield detail("state-superfluous", name=name)
 
 
@@ -201,7 +269,10 @@ def _tensor_problems(state: Mapping[str, Any], target: Target) -> Iterator[str]:
     """Whether each tensor has the right form and, if the shape is fixed, the right shape."""
     names = target.names
     form = target.form
-    found = [(f"optimizer state {key!r} of {name!r}", name, value) for name, key, value in _tensors_in(state, names)]
+    found = [
+        (f"optimizer state {key!r} of {name!r}", name, value)
+        for name, key, value in _tensors_in(state, names)
+    ]
     for where, name, tensor in found:
         unit = names.unit_of.get(name)
         if unit is not None:
@@ -209,10 +280,16 @@ def _tensor_problems(state: Mapping[str, Any], target: Target) -> Iterator[str]:
             yield from unit.misfit(name, where, tensor, form, any_shape=any_shape)
         elif not tensors.is_sharded_like(tensor, names.owners[name]):
             # The parameter may have been in a unit when the dict was written.
-            yield from tensors.misplaced_rows(tensor, where, names.units[0].group, may_be_sharded=form.is_sharded)
+            yield from tensors.misplaced_rows(
+                tensor, where, names.units[0].group, may_be_sharded=form.is_sharded
+            )
     if form.is_sharded:
-        sharded = {name for name, unit in names.unit_of.items() if unit.group is not None}
-        yield from tensors.all_unsharded((where, tensor) for where, name, tensor in found if name in sharded)
+        sharded = {
+            name for name, unit in names.unit_of.items() if unit.group is not None
+        }
+        yield from tensors.all_unsharded(
+            (where, tensor) for where, name, tensor in found if name in sharded
+        )
 
 
 def _stored_once(unit: UnitCodec, facts: Facts) -> Iterator[str]:
@@ -220,7 +297,11 @@ def _stored_once(unit: UnitCodec, facts: Facts) -> Iterator[str]:
     reported = {name: facts[name] for name in unit.names if facts.get(name)}
     for name in unit.names if reported else ():
         # If other parameters of the unit have states, a parameter without states needs an empty entry.
-        if name not in facts and unit.owners[name].requires_grad and unit.shapes[name].numel():
+        if (
+            name not in facts
+            and unit.owners[name].requires_grad
+            and unit.shapes[name].numel()
+        ):
             yield detail("states-missing", name=name, first=next(iter(reported)))
     for key, first, name in differences(reported):
         there, other = (first, name) if key in reported[first] else (name, first)
@@ -240,7 +321,9 @@ def _stored_once(unit: UnitCodec, facts: Facts) -> Iterator[str]:
 # ---- 2. local shards ------------------------------------------------------------------------------------------------
 
 
-def _states_of(unit: UnitCodec, facts: Facts, given: Mapping[str, Any], target: Target) -> dict[Any, dict[str, Any]]:
+def _states_of(
+    unit: UnitCodec, facts: Facts, given: Mapping[str, Any], target: Target
+) -> dict[Any, dict[str, Any]]:
     """One unit's states by the optimizer's keys. Communicates: all ranks of the unit's mesh must call it.
 
     Args:
@@ -251,11 +334,17 @@ def _states_of(unit: UnitCodec, facts: Facts, given: Mapping[str, Any], target: 
     """
     result: dict[Any, dict[str, Any]] = {}
     keeps_all = unit.is_flat or unit.keeps_shapes
-    for name, entries in each_state(unit, facts, partial(_local_shards, unit, facts, given, target)).items():
+    for name, entries in each_state(
+        unit, facts, partial(_local_shards, unit, facts, given, target)
+    ).items():
         owner = unit.owners[name]
         # An optimizer creates no state for an empty shard without a gradient. One that is keyed by names expects
         # exactly the entries that it has.
-        is_expected = keeps_all or unit.holds(name) or (target.by_name and owner in target.optim.state)
+        is_expected = (
+            keeps_all
+            or unit.holds(name)
+            or (target.by_name and owner in target.optim.state)
+        )
         if entries and is_expected and owner in target.keys:
             # All parameters in a flat parameter have the same entries.
             result.setdefault(target.keys[owner], entries)
@@ -276,29 +365,49 @@ def _local_shards(
     first_only = target.form.first_only
     values = {name: given[name][key] for name in names if key in given.get(name, {})}
     if first_only and target.tensor_parallel:
-        sent = {name: agreement.value_of_first_rank(values.get(name), target.tensor_parallel) for name in names}
+        sent = {
+            name: agreement.value_of_first_rank(
+                values.get(name), target.tensor_parallel
+            )
+            for name in names
+        }
         values = sent if unit.mesh.is_first else {}
     empty = partial(torch.empty, dtype=dtype, device=layout.device)
     if unit.keeps_shapes:
         values = {name: unit.local_full(name, value) for name, value in values.items()}
         for name in names if first_only else ():
             shape = facts[name][key].shape
-            mine = empty(layout.local_shapes[unit.keys[name]] if shape is None else shape)
-            values[name] = agreement.shard_of_first_rank(unit.mesh, values.get(name), mine)
-        return {name: _like_owner(unit.owners[name], values[name], dtype) for name in names}
+            mine = empty(
+                layout.local_shapes[unit.keys[name]] if shape is None else shape
+            )
+            values[name] = agreement.shard_of_first_rank(
+                unit.mesh, values.get(name), mine
+            )
+        return {
+            name: _like_owner(unit.owners[name], values[name], dtype) for name in names
+        }
     local = layout.local_values()
     if first_only:
-        bucket = empty(layout.sharding.padded_numel).zero_() if unit.mesh.is_first else None
+        bucket = (
+            empty(layout.sharding.padded_numel).zero_() if unit.mesh.is_first else None
+        )
         views = [] if bucket is None else layout.views_of(bucket)
         for name, value in values.items():
             local_tensor(views[unit.keys[name]]).copy_(unit.local_full(name, value))
-        shard = agreement.shard_of_first_rank(unit.mesh, bucket, empty(local.shape)).to(local.device)
+        shard = agreement.shard_of_first_rank(unit.mesh, bucket, empty(local.shape)).to(
+            local.device
+        )
     else:
         shard = unit.copy_into(torch.zeros_like(local, dtype=dtype), values)
-    return {name: shard if unit.is_flat else shard[unit.places[unit.keys[name]]].clone() for name in names}
+    return {
+        name: shard if unit.is_flat else shard[unit.places[unit.keys[name]]].clone()
+        for name in names
+    }
 
 
-def _like_owner(owner: nn.Parameter, value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _like_owner(
+    owner: nn.Parameter, value: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
     """A copy of a state as its unsharded parameter has it: with its memory format, which a fused optimizer needs."""
     like = owner if owner.shape == value.shape else value
     return torch.empty_like(like, dtype=dtype, device=owner.device).copy_(value)
@@ -310,12 +419,17 @@ def _like_owner(owner: nn.Parameter, value: torch.Tensor, dtype: torch.dtype) ->
 def _rest(rest: Mapping[Any, Any], target: Target) -> dict[Any, Any]:
     """Parameters outside of all units, and custom keys of the user: copied unchanged."""
     names = target.names
-    found = {key: copy.deepcopy(value) for key, value in rest.items() if key not in names.owners}
+    found = {
+        key: copy.deepcopy(value)
+        for key, value in rest.items()
+        if key not in names.owners
+    }
     # In the order of the model, because the order of the optimizer may differ between ranks.
     for parameter, name in names.outside.items():
         if parameter in target.keys and name in rest:
             found[target.keys[parameter]] = {
-                key: _outside(parameter, value, names.units[0]) for key, value in rest[name].items()
+                key: _outside(parameter, value, names.units[0])
+                for key, value in rest[name].items()
             }
     return found
 
@@ -324,20 +438,38 @@ def _outside(parameter: nn.Parameter, value: Any, unit: UnitCodec) -> Any:
     """A copy of a state of a parameter outside of all units."""
     is_plain = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     if isinstance(parameter, DTensor) and is_plain and value.shape == parameter.shape:
-        return distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        return distribute_tensor(
+            value, parameter.device_mesh, parameter.placements, src_data_rank=None
+        )
     # The parameter may have been in a unit when the dict was written.
-    is_whole = not tensors.is_sharded(value) or tensors.is_sharded_like(value, parameter)
+    is_whole = not tensors.is_sharded(value) or tensors.is_sharded_like(
+        value, parameter
+    )
     return copied(value) if is_whole else unit.unsharded(value)
 
 
-def _numbered_groups(given: Sequence[Mapping[str, Any]], target: Target) -> list[dict[str, Any]]:
+def _numbered_groups(
+    given: Sequence[Mapping[str, Any]], target: Target
+) -> list[dict[str, Any]]:
     """The optimizer's own groups, with the settings of the given ones."""
     names = target.names
     group_of = {name: group for group in given for name in group["params"]}
     groups = []
     for index, own in enumerate(target.optim.param_groups):
-        known = [parameter for parameter in own["params"] if any(name in group_of for name in names.of[parameter])]
+        known = [
+            parameter
+            for parameter in own["params"]
+            if any(name in group_of for name in names.of[parameter])
+        ]
         found = [name for name in names.originals_of(known) if name in group_of]
-        source = group_of[found[0]] if found else given[index] if index < len(given) else own
-        groups.append(regrouped(source, [target.keys[parameter] for parameter in known], own.get("param_names")))
+        source = (
+            group_of[found[0]] if found else given[index] if index < len(given) else own
+        )
+        groups.append(
+            regrouped(
+                source,
+                [target.keys[parameter] for parameter in known],
+                own.get("param_names"),
+            )
+        )
     return groups

@@ -51,7 +51,9 @@ from minifsdp.fsdp1.full_params import all_gather_unit, check_idle, summoned
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, is_wrapper, units_in
 
 
-def save(wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
+def save(
+    wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any
+) -> dict[str, Any]:
     """The wrapper's state in the chosen form. Every rank must call it.
 
     Args:
@@ -60,28 +62,47 @@ def save(wrapper: Wrapper, walk: Callable[..., dict[str, Any]], *args: Any, **kw
         *args, **kwargs: the arguments of ``nn.Module.state_dict``.
     """
     wrapper._recover_after_error()
-    given = kwargs | dict(zip(("destination", "prefix", "keep_vars"), args, strict=False))
+    given = kwargs | dict(
+        zip(("destination", "prefix", "keep_vars"), args, strict=False)
+    )
     prefix = given.get("prefix", "")
     kept = state_of(wrapper)
     is_outermost = is_outermost_here(wrapper, prefix)
     if is_outermost:
         # Another model may have been saved to the same dict.
         kept.before = dict(given.get("destination") or {})
-        gathered = [w for w in Wrapper.fsdp_modules(wrapper) if not (state_of(w).form.is_local or is_summoned(w))]
-        agree(wrapper, [MeshGroups(w._mesh.shard, None) for w in gathered], "state_dict()", saves_itself)
+        gathered = [
+            w
+            for w in Wrapper.fsdp_modules(wrapper)
+            if not (state_of(w).form.is_local or is_summoned(w))
+        ]
+        agree(
+            wrapper,
+            [MeshGroups(w._mesh.shard, None) for w in gathered],
+            "state_dict()",
+            saves_itself,
+        )
     with _registered_during_walk(wrapper._unit, runs_custom_code=kept.runs_custom_code):
         state = walk(*args, **kwargs)
         if is_outermost and not given.get("keep_vars"):
             units = units_in(wrapper)
             own = [*wrapper.parameters(), *wrapper.buffers()]
-            keys = [key for key in state if key.startswith(prefix) and state[key] is not kept.before.get(key)]
+            keys = [
+                key
+                for key in state
+                if key.startswith(prefix) and state[key] is not kept.before.get(key)
+            ]
             of_model = [*own, *(unit.layout.local_values() for unit in units)]
-            wrapper._share_until_forward(copy_shared(state, keys, of_model, _unchanged_until_forward(units, own)))
+            wrapper._share_until_forward(
+                copy_shared(state, keys, of_model, _unchanged_until_forward(units, own))
+            )
     kept.before = {}
     return state
 
 
-def _unchanged_until_forward(units: Iterable[FlatUnit], tensors: Iterable[Tensor]) -> set[int | None]:
+def _unchanged_until_forward(
+    units: Iterable[FlatUnit], tensors: Iterable[Tensor]
+) -> set[int | None]:
     """Memory of buffers and ignored parameters that neither a backward nor an optimizer changes before a forward.
 
     Returns none between a forward and its backward, because a recomputed module changes its buffers in backward.
@@ -91,11 +112,20 @@ def _unchanged_until_forward(units: Iterable[FlatUnit], tensors: Iterable[Tensor
     managed = {None, *(memory_of(unit.layout.local_values()) for unit in units)}
     # On the CPU, another process can write to shared memory.
     leaves = [one for one in tensors if one.is_leaf and memory_of(one) not in managed]
-    unchanged = [one for one in leaves if one.grad is None and (one.device.type != "cpu" or not one.is_shared())]
+    unchanged = [
+        one
+        for one in leaves
+        if one.grad is None and (one.device.type != "cpu" or not one.is_shared())
+    ]
     return set(map(memory_of, unchanged))
 
 
-def agree(wrapper: Wrapper, meshes: Iterable[MeshGroups], call: str, has_code: Callable[[nn.Module], bool]) -> None:
+def agree(
+    wrapper: Wrapper,
+    meshes: Iterable[MeshGroups],
+    call: str,
+    has_code: Callable[[nn.Module], bool],
+) -> None:
     """Waits for all ranks, and stores for each unit whether it must be unsharded, the same on all of the unit's ranks.
 
     The ranks may differ before, because a user may have a hook on one rank only.
@@ -109,18 +139,23 @@ def agree(wrapper: Wrapper, meshes: Iterable[MeshGroups], call: str, has_code: C
     wrappers = Wrapper.fsdp_modules(wrapper)
     # Custom code gets no values of a local dict.
     mine = [
-        not state_of(inner).form.is_local and any(map(has_code, [inner, *(m for _, m in inner._own_modules())]))
+        not state_of(inner).form.is_local
+        and any(map(has_code, [inner, *(m for _, m in inner._own_modules())]))
         for inner in wrappers
     ]
     # Ranks may have different numbers of units over other groups.
     how = " ".join(sorted({state_of(inner).form.type.name for inner in wrappers}))
-    groups = agreement.monitored_barrier(groups_of(meshes), call, has_facts=any(mine), how=how)
+    groups = agreement.monitored_barrier(
+        groups_of(meshes), call, has_facts=any(mine), how=how
+    )
     reported = exchange(groups, mine)
     for number, inner in enumerate(wrappers):
         group = inner._mesh.shard
         ranks = [rank_of_this_process()] if group is None else group.ranks
         # In a simulation, one process runs all ranks, and only its own value exists.
-        state_of(inner).runs_custom_code = any(reported[rank][number] for rank in ranks if rank in reported)
+        state_of(inner).runs_custom_code = any(
+            reported[rank][number] for rank in ranks if rank in reported
+        )
 
 
 def is_outermost_here(wrapper: Wrapper, prefix: str) -> bool:
@@ -131,13 +166,19 @@ def is_outermost_here(wrapper: Wrapper, prefix: str) -> bool:
 def is_hidden(wrapper: Wrapper) -> bool:
     """Whether `summon_full_params` with ``rank0_only`` is active and this rank has no full parameters."""
     unit = wrapper._unit
-    return unit is not None and unit.phase is Phase.SUMMONED and not unit.layout.is_summoned
+    return (
+        unit is not None
+        and unit.phase is Phase.SUMMONED
+        and not unit.layout.is_summoned
+    )
 
 
 def is_summoned(wrapper: Wrapper) -> bool:
     """Whether the user has unsharded the parameters. Then nothing is all-gathered, and one rank may save alone."""
     if is_hidden(wrapper):
-        raise RuntimeError(message("state-dict-hidden", unit=wrapper._unit and wrapper._unit.name))
+        raise RuntimeError(
+            message("state-dict-hidden", unit=wrapper._unit and wrapper._unit.name)
+        )
     return wrapper._unit is not None and wrapper._unit.layout.is_summoned
 
 
@@ -145,7 +186,9 @@ def is_summoned(wrapper: Wrapper) -> bool:
 
 
 @contextmanager
-def _registered_during_walk(unit: FlatUnit | None, *, runs_custom_code: bool) -> Generator[None]:
+def _registered_during_walk(
+    unit: FlatUnit | None, *, runs_custom_code: bool
+) -> Generator[None]:
     """Registers a tensor under each original name. All ranks of the unit's mesh must enter and exit."""
     if unit is None or unit.layout.is_summoned:
         yield
@@ -158,7 +201,9 @@ def _registered_during_walk(unit: FlatUnit | None, *, runs_custom_code: bool) ->
         hidden = [] if unit.layout.use_orig_params else _places_of(unit)
         for place in hidden:
             empty = unit.layout.local_values().new_empty(0)
-            place.module._parameters[place.name] = nn.Parameter(empty, requires_grad=False)
+            place.module._parameters[place.name] = nn.Parameter(
+                empty, requires_grad=False
+            )
         try:
             yield
         finally:
@@ -170,7 +215,10 @@ def _registered_during_walk(unit: FlatUnit | None, *, runs_custom_code: bool) ->
 def full_parameters(unit: FlatUnit, *, writeback: bool) -> Generator[None]:
     """Full parameters on the modules of an idle unit. All ranks of its shard group must enter and exit it."""
     with summoned([unit], writeback=writeback):
-        shown = [(place, place.module.get_parameter(place.name)) for place in _places_of(unit)]
+        shown = [
+            (place, place.module.get_parameter(place.name))
+            for place in _places_of(unit)
+        ]
         try:
             yield
         finally:
@@ -190,7 +238,9 @@ def _places_of(unit: FlatUnit) -> list[ParamInfo]:
 # ---- after the walk -------------------------------------------------------------------------------------------------
 
 
-def after_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, metadata: Any) -> None:
+def after_walk(
+    wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, metadata: Any
+) -> None:
     """The first hook of a wrapper after the walk: writes the unit's values, and the names of the plain module."""
     inner = prefix + PREFIX
     form = state_of(wrapper).form
@@ -203,9 +253,17 @@ def after_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, m
     for path in [path for path in versions if (path + ".").startswith(inner)]:
         versions[plain_path(path + ".").removesuffix(".")] = versions[path]
     if _drops_entries(wrapper):
-        others = tuple(prefix + dotted(path) for path, w in named_wrappers(wrapper) if not _drops_entries(w))
+        others = tuple(
+            prefix + dotted(path)
+            for path, w in named_wrappers(wrapper)
+            if not _drops_entries(w)
+        )
         before = state_of(wrapper).before
-        for key in [key for key in state if key.startswith(prefix) and not key.startswith(others)]:
+        for key in [
+            key
+            for key in state
+            if key.startswith(prefix) and not key.startswith(others)
+        ]:
             if state[key] is not before.get(key):
                 del state[key]
 
@@ -228,7 +286,13 @@ def _write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -
         group = codec.group
         recorder = events.recorder
         if recorder is not None and group is not None:
-            recorder.begin("AG", codec.unit.name, num_bytes=layout.num_bytes, ranks=group.ranks, stream="gather")
+            recorder.begin(
+                "AG",
+                codec.unit.name,
+                num_bytes=layout.num_bytes,
+                ranks=group.ranks,
+                stream="gather",
+            )
         full_values = layout.views_of(all_gather_unit(codec.unit))
         if is_wanted:
             values = [codec.in_form(full, form, full.device) for full in full_values]
@@ -237,14 +301,18 @@ def _write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -
             recorder.begin("FREE", codec.unit.name, num_bytes=layout.num_bytes)
     elif is_wanted:
         # The walk has written real values, and custom code may have changed them.
-        for key in [key for key in codec.keys if isinstance(state.get(key), torch.Tensor)]:
+        for key in [
+            key for key in codec.keys if isinstance(state.get(key), torch.Tensor)
+        ]:
             state[key] = codec.in_form(state[key].detach(), form, state[key].device)
         # This includes entries under other names, because a view of one element would keep, and save, the whole bucket.
         keys = [key for key in state if key.startswith(codec.prefix)]
         copy_shared(state, keys, codec.unit.module.parameters())
 
 
-def _write_buffers(wrapper: Wrapper, form: Form, state: MutableMapping[str, Any], prefix: str) -> None:
+def _write_buffers(
+    wrapper: Wrapper, form: Form, state: MutableMapping[str, Any], prefix: str
+) -> None:
     """Converts the buffers of the wrapper's own modules to the dtype that the user gave them. Skips ignored modules.
 
     A local dict keeps the compute dtype, because it is only for the same run (MP-10).
@@ -253,7 +321,11 @@ def _write_buffers(wrapper: Wrapper, form: Form, state: MutableMapping[str, Any]
         for name, _ in module.named_buffers(recurse=False, remove_duplicate=False):
             key = prefix + dotted(path) + name
             if (value := state.get(key)) is not None:
-                dtype = value.dtype if form.is_local else wrapper._buffer_dtypes.get((module, name), value.dtype)
+                dtype = (
+                    value.dtype
+                    if form.is_local
+                    else wrapper._buffer_dtypes.get((module, name), value.dtype)
+                )
                 state[key] = value.to("cpu" if form.offload else value.device, dtype)
 
 
@@ -265,14 +337,20 @@ def saves_itself(module: nn.Module) -> bool:
     if is_wrapper(module):
         # Hooks that run after the wrapper's own hook get the finished dict.
         return bool(module._state_dict_pre_hooks)
-    num_hooks = parts_of_units.num_of_user(module._state_dict_pre_hooks.values()) + len(module._state_dict_hooks)
-    return _is_custom(module, num_hooks, "state_dict", "_save_to_state_dict", "get_extra_state")
+    num_hooks = parts_of_units.num_of_user(module._state_dict_pre_hooks.values()) + len(
+        module._state_dict_hooks
+    )
+    return _is_custom(
+        module, num_hooks, "state_dict", "_save_to_state_dict", "get_extra_state"
+    )
 
 
 def loads_itself(module: nn.Module) -> bool:
     """Whether custom code of the module, or a hook of the user, decides which keys ``load_state_dict()`` loads."""
     # The wrapper itself has registered one of its hooks.
-    num_hooks = parts_of_units.num_of_user(module._load_state_dict_pre_hooks.values()) - is_wrapper(module)
+    num_hooks = parts_of_units.num_of_user(
+        module._load_state_dict_pre_hooks.values()
+    ) - is_wrapper(module)
     return _is_custom(module, num_hooks, "_load_from_state_dict")
 
 
@@ -287,4 +365,8 @@ def _is_custom(module: nn.Module, num_hooks: int, *methods: str) -> bool:
     if num_hooks and not hasattr(module, "_checkpoint_wrapped_module"):
         return True
     # A batch norm has custom code for its counter, which is not a parameter.
-    return any(getattr(type(module), m) not in (getattr(nn.Module, m), getattr(nn.BatchNorm1d, m)) for m in methods)
+    return any(
+        getattr(type(module), m)
+        not in (getattr(nn.Module, m), getattr(nn.BatchNorm1d, m))
+        for m in methods
+    )

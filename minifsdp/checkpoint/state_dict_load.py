@@ -49,7 +49,13 @@ OPENING = "Error(s) in loading state_dict for FullyShardedDataParallel: "
 _Modules = Sequence[tuple[str, nn.Module]]
 
 
-def load(wrapper: Wrapper, walk: Callable[..., Any], state: Mapping[str, Any], strict: bool, assign: bool) -> Any:
+def load(
+    wrapper: Wrapper,
+    walk: Callable[..., Any],
+    state: Mapping[str, Any],
+    strict: bool,
+    assign: bool,
+) -> Any:
     """Loads a state in the chosen form. Every rank must call it.
 
     Args:
@@ -84,14 +90,20 @@ def _with_versions(state: Any, module: nn.Module) -> Mapping[str, Any]:
     """A copy of ``state`` with the version of each module under its path in ``module``, for any wrapping."""
     # A wrapper and its module have the same plain name; the module comes later and its version is kept.
     versions = {dotted(path): version for path, version in state._metadata.items()}
-    paths = [path for path, _ in module.named_modules(remove_duplicate=False) if dotted(path) in versions]
+    paths = [
+        path
+        for path, _ in module.named_modules(remove_duplicate=False)
+        if dotted(path) in versions
+    ]
     copied = OrderedDict(state)
     copied._metadata = {path: versions[dotted(path)] for path in paths}  # type: ignore[attr-defined]
     return copied
 
 
 @tensors.no_deprecation_warning()
-def before_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, *rest: Any) -> None:
+def before_walk(
+    wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, *rest: Any
+) -> None:
     """The hook before the walk: checks the dict in the outermost wrapper, and loads this rank's shard of the unit.
 
     If modules have full parameters, the values stay in the dict, and the walk loads them. For a sharded dict, all ranks
@@ -105,7 +117,9 @@ def before_walk(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str, 
     if state_dict.is_outermost_here(wrapper, prefix):
         _drop_own_tensors(wrapper, state, prefix)
         meshes = [inner._mesh for inner in Wrapper.fsdp_modules(wrapper)]
-        state_dict.agree(wrapper, meshes, "load_state_dict()", state_dict.reads_while_loaded)
+        state_dict.agree(
+            wrapper, meshes, "load_state_dict()", state_dict.reads_while_loaded
+        )
         # If a plain module contains this one, `strict` is unknown here, and that module checks the keys itself.
         _refuse_misfit(wrapper, form, state, prefix, strict=kept.is_strict)
         _distribute_plain_values(wrapper, state, prefix)
@@ -136,14 +150,21 @@ def _take_shard(
     """Removes the unit's values from the dict. Returns this rank's shard, or ``None`` if a local dict lacks it."""
     if form.is_local:
         shard = codec.given_shard(state)
-        kept.own_keys = {**dict.fromkeys(codec.keys, True), codec.local_key: shard is not None}
+        kept.own_keys = {
+            **dict.fromkeys(codec.keys, True),
+            codec.local_key: shard is not None,
+        }
         for key in (codec.local_key, codec.flat_key):
             state.pop(key, None)
         return shard
     kept.own_keys = {key: key in state for key in codec.keys}
     given = {key: state.pop(key) for key in codec.keys if key in state}
     # Checked again: custom code of an outer module may have changed a value.
-    problems = [problem for key, value in given.items() for problem in codec.misfit(key, key, value, form)]
+    problems = [
+        problem
+        for key, value in given.items()
+        for problem in codec.misfit(key, key, value, form)
+    ]
     agreement.refuse_together([], problems, OPENING)
     return codec.copy_into(codec.layout.local_values().clone(), given)
 
@@ -154,60 +175,110 @@ def after_walk(wrapper: Wrapper, incompatible: Any) -> None:
     kept.unsharded.close()
     # The lists are for the whole tree, and inner wrappers have already converted names, so plain names are compared.
     own = {plain_path(key): has_value for key, has_value in kept.own_keys.items()}
-    missing = [name for name in map(plain_path, incompatible.missing_keys) if name not in own]
-    incompatible.missing_keys[:] = [*missing, *(name for name, has_value in own.items() if not has_value)]
+    missing = [
+        name for name in map(plain_path, incompatible.missing_keys) if name not in own
+    ]
+    incompatible.missing_keys[:] = [
+        *missing,
+        *(name for name, has_value in own.items() if not has_value),
+    ]
     incompatible.unexpected_keys[:] = map(plain_path, incompatible.unexpected_keys)
 
 
-def _drop_own_tensors(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str) -> None:
+def _drop_own_tensors(
+    wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str
+) -> None:
     """Removes the wrapper's own shards from a dict, if they were added.
 
     ``set_model_state_dict`` of ``torch.distributed.checkpoint`` adds the model's registered parameters to a full dict:
     flat parameters, and each parameter that the dict lacks.
     """
-    sharded = [unit.layout for unit in units_in(wrapper) if unit.plan.mesh.shard is not None]
+    sharded = [
+        unit.layout for unit in units_in(wrapper) if unit.plan.mesh.shard is not None
+    ]
     own = {id(parameter) for layout in sharded for parameter in layout.local_parameters}
     # Between forward and backward, modules can have unsharded views.
-    own |= {id(getattr(info.module, info.name)) for layout in sharded for info in layout.parameters}
+    own |= {
+        id(getattr(info.module, info.name))
+        for layout in sharded
+        for info in layout.parameters
+    }
     for key in [key for key in state if key.startswith(prefix)]:
         is_flat = key.endswith(FLAT_NAME) and isinstance(state[key], nn.Parameter)
         if is_flat or id(state[key]) in own:
             del state[key]
 
 
-def _distribute_plain_values(wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str) -> None:
+def _distribute_plain_values(
+    wrapper: Wrapper, state: MutableMapping[str, Any], prefix: str
+) -> None:
     """Converts full values of parameters that are ``DTensor``s: tensor parallelism has sharded them, and no unit."""
     for name, parameter in wrapper.named_parameters():
         key = prefix + plain_path(name)
         value = state.get(key)
-        if isinstance(parameter, DTensor) and isinstance(value, torch.Tensor) and not tensors.is_sharded(value):
-            state[key] = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        if (
+            isinstance(parameter, DTensor)
+            and isinstance(value, torch.Tensor)
+            and not tensors.is_sharded(value)
+        ):
+            state[key] = distribute_tensor(
+                value, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
 
 
 # ---- the check before the walk --------------------------------------------------------------------------------------
 
 
-def _refuse_misfit(wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefix: str, *, strict: bool) -> None:
+def _refuse_misfit(
+    wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefix: str, *, strict: bool
+) -> None:
     """Raises on all ranks if the dict of any rank does not fit. All ranks of the units' groups must call it."""
-    modules = [(prefix + dotted(path), module) for path, module in wrapper.named_modules(remove_duplicate=False)]
-    wrappers = [(start, module) for start, module in modules if isinstance(module, Wrapper)]
-    codecs = [UnitCodec(inner, start) for start, inner in wrappers if inner._unit is not None]
+    modules = [
+        (prefix + dotted(path), module)
+        for path, module in wrapper.named_modules(remove_duplicate=False)
+    ]
+    wrappers = [
+        (start, module) for start, module in modules if isinstance(module, Wrapper)
+    ]
+    codecs = [
+        UnitCodec(inner, start) for start, inner in wrappers if inner._unit is not None
+    ]
     groups = groups_of(inner._mesh for _, inner in wrappers)
     if form.is_local:
-        problems = [problem for codec in codecs for problem in _local_problems(codec, state, strict)]
+        problems = [
+            problem
+            for codec in codecs
+            for problem in _local_problems(codec, state, strict)
+        ]
     else:
         problems = list(_problems(state, prefix, modules, codecs, form, strict=strict))
-    problems.extend(detail("load-while-hidden", unit=start) for start, inner in wrappers if state_dict.is_hidden(inner))
+    problems.extend(
+        detail("load-while-hidden", unit=start)
+        for start, inner in wrappers
+        if state_dict.is_hidden(inner)
+    )
     agreement.refuse_together(groups, problems, OPENING)
     if not form.is_local:
         # Rows are all-gathered key by key, and a full value must be loaded on all ranks or on none.
-        held = {key for key, value in state.items() if not form.is_sharded or tensors.is_sharded(value)}
+        held = {
+            key
+            for key, value in state.items()
+            if not form.is_sharded or tensors.is_sharded(value)
+        }
         rows = (key for codec in codecs for key in codec.keys if key in held)
-        agreement.refuse_lacking(groups, (detail("rows-lacking-of-unit", key=key) for key in rows), OPENING)
+        agreement.refuse_lacking(
+            groups, (detail("rows-lacking-of-unit", key=key) for key in rows), OPENING
+        )
 
 
 def _problems(
-    state: Mapping[str, Any], prefix: str, modules: _Modules, codecs: Sequence[UnitCodec], form: Form, *, strict: bool
+    state: Mapping[str, Any],
+    prefix: str,
+    modules: _Modules,
+    codecs: Sequence[UnitCodec],
+    form: Form,
+    *,
+    strict: bool,
 ) -> Iterator[str]:
     """Missing and unexpected keys, values with a wrong shape, and values in another form than the chosen one."""
     codec_of = {key: codec for codec in codecs for key in codec.keys}
@@ -222,7 +293,9 @@ def _problems(
             if name not in left_out and not is_lazy(tensor):
                 shapes.setdefault(start + name, tuple(tensor.shape))
     # Prefixes of keys that a module loads with custom code.
-    elsewhere = tuple(start for start, module in modules if state_dict.loads_itself(module))
+    elsewhere = tuple(
+        start for start, module in modules if state_dict.loads_itself(module)
+    )
     for key, shape in shapes.items():
         is_elsewhere = key.startswith(elsewhere)
         found = tuple(getattr(state.get(key), "shape", shape))
@@ -234,19 +307,31 @@ def _problems(
             if strict and not is_counter and not is_elsewhere:
                 yield detail("key-missing", key=key, shape=shape)
         elif key in codec_of:
-            yield from codec_of[key].misfit(key, key, state[key], form, any_shape=is_elsewhere)
+            yield from codec_of[key].misfit(
+                key, key, state[key], form, any_shape=is_elsewhere
+            )
         elif found != shape and not is_old and not is_elsewhere:
             yield detail("size-mismatch", key=key, shape=shape, found=found)
     known = {*shapes, *(start + "_extra_state" for start, _ in modules)}
     for key in state if strict else ():
-        if key.startswith(prefix) and key not in known and not key.startswith(elsewhere):
+        if (
+            key.startswith(prefix)
+            and key not in known
+            and not key.startswith(elsewhere)
+        ):
             yield detail("key-unexpected", key=key)
     if form.is_sharded:
-        sharded = [key for key, codec in codec_of.items() if codec.group is not None and key in state]
+        sharded = [
+            key
+            for key, codec in codec_of.items()
+            if codec.group is not None and key in state
+        ]
         yield from tensors.all_unsharded((key, state[key]) for key in sharded)
 
 
-def _local_problems(codec: UnitCodec, state: Mapping[str, Any], strict: bool) -> Iterator[str]:
+def _local_problems(
+    codec: UnitCodec, state: Mapping[str, Any], strict: bool
+) -> Iterator[str]:
     where = codec.local_key
     found = codec.given_shard(state)
     mine = codec.layout.local_values()

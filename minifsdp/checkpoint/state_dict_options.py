@@ -152,10 +152,15 @@ class StateDictSettings:
     optim_state_dict_config: OptimStateDictConfig | None
 
 
-_CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]] = {
+_CONFIGS: dict[
+    StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]
+] = {
     StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (
+        ShardedStateDictConfig,
+        ShardedOptimStateDictConfig,
+    ),
 }
 
 
@@ -167,10 +172,14 @@ def settings_for(state_dict_type: StateDictType, *configs: Any) -> StateDictSett
     """
     if not isinstance(state_dict_type, StateDictType):
         members = ", ".join(map(str, StateDictType))
-        raise RuntimeError(message("state-dict-type", members=members, state_dict_type=state_dict_type))
+        raise RuntimeError(
+            message("state-dict-type", members=members, state_dict_type=state_dict_type)
+        )
     chosen: list[Any] = []
     names = ("state_dict_config", "optim_state_dict_config")
-    for name, config, own in zip(names, configs, _CONFIGS[state_dict_type], strict=True):
+    for name, config, own in zip(
+        names, configs, _CONFIGS[state_dict_type], strict=True
+    ):
         chosen.append(own() if config is None else config)
         if type(chosen[-1]) is not own:
             raise RuntimeError(
@@ -206,12 +215,21 @@ class Form:
     is_complete: bool = False
 
     @classmethod
-    def of(cls, type: StateDictType | None, config: StateDictConfig | OptimStateDictConfig | None) -> Self:
+    def of(
+        cls,
+        type: StateDictType | None,
+        config: StateDictConfig | OptimStateDictConfig | None,
+    ) -> Self:
         """The form for a model's settings; a model without units has no settings and gets the full form."""
         if type is None or config is None:
             return cls()
         use_dtensor = getattr(config, "_use_dtensor", False) or None
-        return cls(type, config.offload_to_cpu, getattr(config, "rank0_only", False), use_dtensor)
+        return cls(
+            type,
+            config.offload_to_cpu,
+            getattr(config, "rank0_only", False),
+            use_dtensor,
+        )
 
     @property
     def is_sharded(self) -> bool:
@@ -263,7 +281,9 @@ def named_wrappers(module: nn.Module) -> list[tuple[str, Wrapper]]:
     return [(path, inner) for path, inner in named if isinstance(inner, Wrapper)]
 
 
-def set_type(module: nn.Module, state_dict_type: StateDictType, *configs: Any) -> StateDictSettings:
+def set_type(
+    module: nn.Module, state_dict_type: StateDictType, *configs: Any
+) -> StateDictSettings:
     """Sets the form for all units in ``module``; returns the previous one. Raises the errors of both calls."""
     settings = settings_for(state_dict_type, *configs)
     before = get_type(module)
@@ -278,11 +298,22 @@ def get_type(module: nn.Module) -> StateDictSettings:
     Raises:
         AssertionError: two units differ.
     """
-    found = [(clean_name(path), state_of(wrapper).settings) for path, wrapper in named_wrappers(module)]
+    found = [
+        (clean_name(path), state_of(wrapper).settings)
+        for path, wrapper in named_wrappers(module)
+    ]
     first_name, first = found[0] if found else ("", StateDictSettings(None, None, None))
     for name, other in found:
         if other != first:
-            raise AssertionError(message("mixed-settings", first_name=first_name, first=first, name=name, other=other))
+            raise AssertionError(
+                message(
+                    "mixed-settings",
+                    first_name=first_name,
+                    first=first,
+                    name=name,
+                    other=other,
+                )
+            )
     return first
 
 
@@ -298,7 +329,9 @@ def form_for_optimizer(model: nn.Module) -> Form:
 
 
 @contextmanager
-def type_in_block(module: nn.Module, state_dict_type: StateDictType, *configs: Any) -> Generator[None]:
+def type_in_block(
+    module: nn.Module, state_dict_type: StateDictType, *configs: Any
+) -> Generator[None]:
     """`set_type` for the duration of a ``with`` block."""
     before = set_type(module, state_dict_type, *configs)
     try:

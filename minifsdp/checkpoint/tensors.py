@@ -52,7 +52,9 @@ def has_rows(shape: torch.Size) -> bool:
     return len(shape) > 0 and shape[0] > 0
 
 
-def as_sharded_tensor(rows: torch.Tensor, shape: torch.Size, group: Group) -> sharded_tensor.ShardedTensor:
+def as_sharded_tensor(
+    rows: torch.Tensor, shape: torch.Size, group: Group
+) -> sharded_tensor.ShardedTensor:
     """This rank's rows of a tensor of ``shape``, as a ``ShardedTensor``, without communication."""
     table = []
     for index, rank in enumerate(group.ranks):
@@ -60,8 +62,14 @@ def as_sharded_tensor(rows: torch.Tensor, shape: torch.Size, group: Group) -> sh
         # torch.distributed.checkpoint would assume a checkpoint of torch 2.3, and fail to load it.
         held = shard_range(shape[0], group.size, index)
         offsets = [held.start] + [0] * (len(shape) - 1)
-        table.append(sharded_tensor.ShardMetadata(offsets, [len(held), *shape[1:]], f"rank:{rank}/{rows.device}"))
-    metadata = sharded_tensor.ShardedTensorMetadata(table, shape, sharded_tensor.TensorProperties(dtype=rows.dtype))
+        table.append(
+            sharded_tensor.ShardMetadata(
+                offsets, [len(held), *shape[1:]], f"rank:{rank}/{rows.device}"
+            )
+        )
+    metadata = sharded_tensor.ShardedTensorMetadata(
+        table, shape, sharded_tensor.TensorProperties(dtype=rows.dtype)
+    )
     with no_deprecation_warning():
         return sharded_tensor.ShardedTensor._init_from_local_shards_and_global_metadata(
             [sharded_tensor.Shard(rows, table[group.rank])],
@@ -81,7 +89,9 @@ def no_deprecation_warning() -> Generator[None]:
         yield
 
 
-def as_dtensor(full: torch.Tensor, group: Group, mesh: DeviceMesh, device: torch.device) -> DTensor:
+def as_dtensor(
+    full: torch.Tensor, group: Group, mesh: DeviceMesh, device: torch.device
+) -> DTensor:
     """This rank's rows of ``full`` as a ``DTensor``, sharded over the last axis of ``mesh``, without communication."""
     placements: list[Placement] = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
     rows = shard_of(local_tensor(full), 0, group.size, group.rank).clone()
@@ -92,7 +102,9 @@ def as_dtensor(full: torch.Tensor, group: Group, mesh: DeviceMesh, device: torch
             placements[-1] = _StridedShard(0, split_factor=num_shards)
         mesh = DeviceMesh._concatenate([mesh, full.device_mesh])
         placements += full.placements
-    sharded = DTensor.from_local(rows, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
+    sharded = DTensor.from_local(
+        rows, mesh, placements, run_check=False, shape=full.shape, stride=full.stride()
+    )
     # `from_local` moves the tensor to the device of the mesh, so it is moved to `device` afterwards.
     return cast(DTensor, sharded.to(device))
 
@@ -112,14 +124,21 @@ def on_this_rank(value: Any) -> torch.Tensor:
     """
     if isinstance(value, sharded_tensor.ShardedTensor):
         shards = value.local_shards()
-        return shards[0].tensor if shards else torch.empty((0, *value.size()[1:]), dtype=value.dtype, device="cpu")
+        return (
+            shards[0].tensor
+            if shards
+            else torch.empty((0, *value.size()[1:]), dtype=value.dtype, device="cpu")
+        )
     return local_tensor(value)
 
 
 def is_sharded_like(value: Any, other: Any) -> bool:
     """Whether a value is a ``DTensor`` on the mesh of ``other``, a ``DTensor`` or a spec, with the same placements."""
     same_kind = isinstance(value, DTensor) and hasattr(other, "device_mesh")
-    return same_kind and (value.device_mesh, value.placements) == (other.device_mesh, other.placements)
+    return same_kind and (value.device_mesh, value.placements) == (
+        other.device_mesh,
+        other.placements,
+    )
 
 
 def complete(value: Any) -> Any:
@@ -129,10 +148,14 @@ def complete(value: Any) -> Any:
 
 def placement_of(value: DTensor) -> str:
     """The ranks and the placements of a DTensor, for messages."""
-    return f"on ranks {value.device_mesh.mesh.tolist()} with placements {value.placements}"
+    return (
+        f"on ranks {value.device_mesh.mesh.tolist()} with placements {value.placements}"
+    )
 
 
-def misplaced_rows(value: Any, where: str, group: Group | None, *, may_be_sharded: bool) -> Iterator[str]:
+def misplaced_rows(
+    value: Any, where: str, group: Group | None, *, may_be_sharded: bool
+) -> Iterator[str]:
     """Describes how the sharding of a value differs from that of this module; empty if it does not.
 
     Args:
@@ -152,11 +175,19 @@ def misplaced_rows(value: Any, where: str, group: Group | None, *, may_be_sharde
         rows = shard_range(len(rows), group.size, group.rank)
     found = tuple(on_this_rank(value).shape)
     expected = (len(rows), *shape[1:]) if shape else ()
-    how = f" (the DTensor is {placement_of(value)})" if isinstance(value, DTensor) else ""
+    how = (
+        f" (the DTensor is {placement_of(value)})" if isinstance(value, DTensor) else ""
+    )
     if found != expected:
         yield detail("rows-shape", where=where, expected=expected, found=found, cut=how)
     elif rows and shape == tuple(value.size()) and _first_row(value) != rows.start:
-        yield detail("rows-start", where=where, start=rows.start, found=_first_row(value), cut=how)
+        yield detail(
+            "rows-start",
+            where=where,
+            start=rows.start,
+            found=_first_row(value),
+            cut=how,
+        )
 
 
 def all_unsharded(values: Iterable[tuple[str, Any]]) -> Iterator[str]:
@@ -165,7 +196,11 @@ def all_unsharded(values: Iterable[tuple[str, Any]]) -> Iterator[str]:
     A sharded state dict may contain some full tensors, from units that were not sharded. If all are full, the dict has
     another form.
     """
-    tensors = [(where, value) for where, value in values if is_tensor_like(value) and has_rows(value.size())]
+    tensors = [
+        (where, value)
+        for where, value in values
+        if is_tensor_like(value) and has_rows(value.size())
+    ]
     if tensors and not any(is_sharded(value) for _, value in tensors):
         yield detail("all-full", where=tensors[0][0])
 
@@ -173,11 +208,15 @@ def all_unsharded(values: Iterable[tuple[str, Any]]) -> Iterator[str]:
 def _first_row(value: Any) -> int:
     """The index of this rank's first row in the full tensor; the rank must have rows."""
     if isinstance(value, DTensor):
-        return compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)[1][0]
+        return compute_local_shape_and_global_offset(
+            value.shape, value.device_mesh, value.placements
+        )[1][0]
     return cast(int, value.local_shards()[0].metadata.shard_offsets[0])
 
 
-def gathered_rows(value: Any, group: Group | None, device: torch.device) -> torch.Tensor:
+def gathered_rows(
+    value: Any, group: Group | None, device: torch.device
+) -> torch.Tensor:
     """The full tensor of a sharded value. All ranks of the group must call it.
 
     Args:
@@ -190,9 +229,13 @@ def gathered_rows(value: Any, group: Group | None, device: torch.device) -> torc
         # The ranks of the group have equal rows, which tensor parallelism has sharded.
         return rows
     shape = _shape_in_group(value, group)
-    mine = torch.zeros(shard_shape(shape, 0, group.size, 0), dtype=rows.dtype, device=device)
+    mine = torch.zeros(
+        shard_shape(shape, 0, group.size, 0), dtype=rows.dtype, device=device
+    )
     mine[: rows.shape[0]].copy_(rows)
-    gathered = torch.empty((len(mine) * group.size, *shape[1:]), dtype=rows.dtype, device=device)
+    gathered = torch.empty(
+        (len(mine) * group.size, *shape[1:]), dtype=rows.dtype, device=device
+    )
     collectives.all_gather(group, gathered.view(-1), mine.view(-1)).wait()
     return gathered[: shape[0]]
 
@@ -202,8 +245,15 @@ def _shape_in_group(value: Any, group: Group | None) -> torch.Size:
     if not isinstance(value, DTensor) or group is None:
         return torch.Size(value.size())
     of_fsdp = _axes_in(value, group)
-    placements = [Replicate() if axis in of_fsdp else placement for axis, placement in enumerate(value.placements)]
-    return torch.Size(compute_local_shape_and_global_offset(value.shape, value.device_mesh, placements)[0])
+    placements = [
+        Replicate() if axis in of_fsdp else placement
+        for axis, placement in enumerate(value.placements)
+    ]
+    return torch.Size(
+        compute_local_shape_and_global_offset(
+            value.shape, value.device_mesh, placements
+        )[0]
+    )
 
 
 def _axes_in(value: DTensor, group: Group) -> set[int]:
@@ -212,8 +262,12 @@ def _axes_in(value: DTensor, group: Group) -> set[int]:
     Two ranks of ``group`` never hold different parts of tensor parallelism.
     """
     mesh = value.device_mesh
-    of_axes = [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)]
-    return {axis for axis, ranks in enumerate(of_axes) if len({*ranks} & {*group.ranks}) > 1}
+    of_axes = [
+        dist.get_process_group_ranks(mesh.get_group(axis)) for axis in range(mesh.ndim)
+    ]
+    return {
+        axis for axis, ranks in enumerate(of_axes) if len({*ranks} & {*group.ranks}) > 1
+    }
 
 
 # ---- copies ---------------------------------------------------------------------------------------------------------
@@ -249,7 +303,9 @@ def copy_shared(
     """
     # The address of a storage without elements is 0.
     memory = {memory_of(tensor) for tensor in own} - {0}
-    num_uses = Counter(memory_of(value) for value in state.values() if isinstance(value, torch.Tensor))
+    num_uses = Counter(
+        memory_of(value) for value in state.values() if isinstance(value, torch.Tensor)
+    )
     copies: dict[Any, torch.Tensor] = {}
     shared = []
 
@@ -259,12 +315,25 @@ def copy_shared(
             return tensor
         if where is None or on_this_rank(tensor) is not tensor:
             return tensor.detach().clone()
-        if where in unchanged and num_uses[where] == 1 and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        if (
+            where in unchanged
+            and num_uses[where] == 1
+            and tensor.untyped_storage().nbytes() == tensor.nbytes
+        ):
             shared.append(tensor)
             return tensor
-        same = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
+        same = (
+            tensor.data_ptr(),
+            tensor.dtype,
+            tensor.shape,
+            tensor.stride(),
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
         if same not in copies:
-            once = tensor.detach()[tuple(slice(None) if stride else slice(1) for stride in tensor.stride())]
+            once = tensor.detach()[
+                tuple(slice(None) if stride else slice(1) for stride in tensor.stride())
+            ]
             copies[same] = once.clone().expand(tensor.shape)
         return copies[same]
 

@@ -4,6 +4,7 @@
 * ``collective_log.py`` has the order of the collectives of this rank, ``collective.py`` adds each collective to it.
 * ``rank_checks.py`` compares this order between the ranks at the end of each backward.
 * ``barrier.py`` compares it before a state dict is saved or loaded.
+* ``place.py`` finds the line of the program.
 * ``optimizer_checks.py`` finds optimizers with wrong parameters or wrong gradients.
 * ``ownership.py`` finds parameters of two units and models of two APIs.
 * ``forward_checks.py`` finds function transforms and a ``DistributedDataParallel`` around a model.

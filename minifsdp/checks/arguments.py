@@ -62,7 +62,11 @@ def require(kind: Kind, call: str, **given: Any) -> None:
     """
     for name, value in given.items():
         if not kind.fits(value):
-            raise kind.error(message("argument-type", call=call, name=name, words=kind.words, value=value))
+            raise kind.error(
+                message(
+                    "argument-type", call=call, name=name, words=kind.words, value=value
+                )
+            )
 
 
 def is_a(*types: Any) -> Callable[[Any], bool]:
@@ -84,35 +88,63 @@ def _is_number(value: Any) -> bool:
 
 def _is_policy(value: Any, third: str) -> bool:
     """Whether ``value`` is an object with the two common dtypes of mixed precision, and the attribute ``third``."""
-    found = [getattr(value, name, "missing") for name in ("param_dtype", "reduce_dtype", third)]
-    return not isinstance(value, type) and all(isinstance(dtype, torch.dtype | None) for dtype in found)
+    found = [
+        getattr(value, name, "missing")
+        for name in ("param_dtype", "reduce_dtype", third)
+    ]
+    return not isinstance(value, type) and all(
+        isinstance(dtype, torch.dtype | None) for dtype in found
+    )
 
 
 def _is_optimizer_state(value: Any) -> bool:
     """Does not check that both keys exist. The loading code checks this and raises an error on all ranks."""
-    is_list = isinstance(value, Mapping) and isinstance(value.get("param_groups", ()), list | tuple)
+    is_list = isinstance(value, Mapping) and isinstance(
+        value.get("param_groups", ()), list | tuple
+    )
     return is_list and isinstance(value.get("state", {}), Mapping)
 
 
 def _are_parameters(value: Any) -> bool:
     # Reject iterators, because a check would consume them.
-    return isinstance(value, Collection) and all(isinstance(one, torch.Tensor) for one in value)
+    return isinstance(value, Collection) and all(
+        isinstance(one, torch.Tensor) for one in value
+    )
 
 
 MODULE = Kind("a torch.nn.Module", is_a(nn.Module))
 MODULES = Kind("a list of modules", is_a(Iterable))
 NUMBER = Kind("a number", _is_number)
-FACTOR = Kind("a number other than 0", lambda value: _is_number(value) and float(value) != 0)
+FACTOR = Kind(
+    "a number other than 0", lambda value: _is_number(value) and float(value) != 0
+)
 SWITCH = Kind("True or False", is_a(int))
-OPTIMIZER = Kind("an optimizer", lambda value: hasattr(value, "state_dict") and hasattr(value, "param_groups"))
+OPTIMIZER = Kind(
+    "an optimizer",
+    lambda value: hasattr(value, "state_dict") and hasattr(value, "param_groups"),
+)
 FUNCTION = Kind("callable", callable)
 HOOK = Kind("callable", callable, ValueError)
 FUNCTION_OR_NONE = Kind("callable or None", or_none(callable))
 METHOD_NAME = Kind("the name of a method", is_a(str))
-PRECISION = Kind("a MixedPrecision of torch.dtypes, or None", or_none(lambda value: _is_policy(value, "buffer_dtype")))
-PRECISION_POLICY = Kind("a MixedPrecisionPolicy of torch.dtypes", lambda value: _is_policy(value, "output_dtype"))
+PRECISION = Kind(
+    "a MixedPrecision of torch.dtypes, or None",
+    or_none(lambda value: _is_policy(value, "buffer_dtype")),
+)
+PRECISION_POLICY = Kind(
+    "a MixedPrecisionPolicy of torch.dtypes",
+    lambda value: _is_policy(value, "output_dtype"),
+)
 MESH = Kind("a torch DeviceMesh or None", or_none(is_a(DeviceMesh)))
 PARAMETERS = Kind("a set of parameters or None", or_none(_are_parameters))
-STATE = Kind("a dict with names as keys", lambda value: isinstance(value, Mapping) and all(map(is_a(str), value)))
-OPTIMIZER_STATE = Kind("a dict with 'state' and 'param_groups'", or_none(_is_optimizer_state))
-WHOLE_OPTIMIZER_STATE = Kind(OPTIMIZER_STATE.words, or_none(lambda one: _is_optimizer_state(one) and "state" in one))
+STATE = Kind(
+    "a dict with names as keys",
+    lambda value: isinstance(value, Mapping) and all(map(is_a(str), value)),
+)
+OPTIMIZER_STATE = Kind(
+    "a dict with 'state' and 'param_groups'", or_none(_is_optimizer_state)
+)
+WHOLE_OPTIMIZER_STATE = Kind(
+    OPTIMIZER_STATE.words,
+    or_none(lambda one: _is_optimizer_state(one) and "state" in one),
+)

@@ -66,14 +66,30 @@ class Collective:
     ) -> None:
         if log.fatal_error:
             raise RuntimeError(log.fatal_error)
-        self.about = kind if unit is None else f"{kind} of {unit!r}" if unit else f"{kind} of the root unit"
-        is_fake = _active_mode(_FAKE) is not None or FakeTensor in map(type, (*data, *arguments))
+        self.about = (
+            kind
+            if unit is None
+            else f"{kind} of {unit!r}"
+            if unit
+            else f"{kind} of the root unit"
+        )
+        is_fake = _active_mode(_FAKE) is not None or FakeTensor in map(
+            type, (*data, *arguments)
+        )
         if is_fake and dist.get_backend(group.process_group) != "fake":
-            raise RuntimeError(message("fake-tensors", what=self.about, ranks=list(group.ranks)))
-        sequence = group.notes["sequence"] if "sequence" in group.notes else log.sequence_of(group)
+            raise RuntimeError(
+                message("fake-tensors", what=self.about, ranks=list(group.ranks))
+            )
+        sequence = (
+            group.notes["sequence"]
+            if "sequence" in group.notes
+            else log.sequence_of(group)
+        )
         num_bytes = sum(map(_NUM_BYTES, data))
         on_cpu, dtype = (data[0].is_cpu, data[0].dtype) if data else (True, None)
-        self.position, shape = log.record(sequence, kind, num_bytes, unit, tuple(parts), dtype)
+        self.position, shape = log.record(
+            sequence, kind, num_bytes, unit, tuple(parts), dtype
+        )
         self._work: Any = None
         self._sizes_agree: Any = None
         log.waiting = self
@@ -121,7 +137,9 @@ class Collective:
             report = log.diagnosis(self.position)
             sequence.begin_epoch()
             sequence.forget_sizes()
-            raise RuntimeError(message("about-to-part", ranks=list(sequence.ranks), report=report))
+            raise RuntimeError(
+                message("about-to-part", ranks=list(sequence.ranks), report=report)
+            )
 
     def _with_report(self, error: RuntimeError) -> RuntimeError:
         """The error to raise when this collective failed with ``error``. It contains a report about the other ranks."""
@@ -131,7 +149,15 @@ class Collective:
             return RuntimeError(log.fatal_error)
         ranks = list(self.position[0].ranks)
         report = log.diagnosis(self.position)
-        return RuntimeError(message("collective-failed", what=self.about, ranks=ranks, error=error, report=report))
+        return RuntimeError(
+            message(
+                "collective-failed",
+                what=self.about,
+                ranks=ranks,
+                error=error,
+                report=report,
+            )
+        )
 
 
 def ask(group: Group, answers: torch.Tensor, mine: torch.Tensor) -> Collective:
@@ -139,6 +165,17 @@ def ask(group: Group, answers: torch.Tensor, mine: torch.Tensor) -> Collective:
 
     Every rank of the group must call it. If a rank does not call it, the other ranks wait.
     """
-    apart = group.transport.all_gather_apart if group.transport is not None and answers.is_cpu else None
+    apart = (
+        group.transport.all_gather_apart
+        if group.transport is not None and answers.is_cpu
+        else None
+    )
     method = apart or getattr(group.process_group, GATHER_METHOD)
-    return Collective("order check", group, [answers], method, (answers, mine, GATHER), checks_size=False)
+    return Collective(
+        "order check",
+        group,
+        [answers],
+        method,
+        (answers, mine, GATHER),
+        checks_size=False,
+    )

@@ -105,7 +105,9 @@ class CollectiveSequence:
         self.last_epoch = (-1, 0, 0, 0)
         self.transport = group.transport
         # Only torch.distributed references the store, until the default group, and with it all groups, is destroyed.
-        self.store = weakref.ref(c10d._get_default_store() if dist.is_initialized() else group.process_group)
+        self.store = weakref.ref(
+            c10d._get_default_store() if dist.is_initialized() else group.process_group
+        )
 
     @property
     def now(self) -> tuple[int, int, int, int]:
@@ -129,7 +131,9 @@ class CollectiveSequence:
             self.transport.forget_sizes()
 
 
-Position = tuple[CollectiveSequence, int, int]  # a sequence, an epoch, and a number in it
+Position = tuple[
+    CollectiveSequence, int, int
+]  # a sequence, an epoch, and a number in it
 Parts = tuple[int, ...]  # numbers of parameters
 
 
@@ -166,7 +170,13 @@ class Entry(NamedTuple):
     @property
     def what(self) -> str:
         """The collective as text: "all-gather of 'a' in forward"."""
-        unit = "" if self.unit is None else f" of {self.unit!r}" if self.unit else " of the root unit"
+        unit = (
+            ""
+            if self.unit is None
+            else f" of {self.unit!r}"
+            if self.unit
+            else " of the root unit"
+        )
         parts = f", its parameters {list(self.parts)}" if self.parts else ""
         return f"{self.kind}{unit}{parts} in {called(self.inside)}"
 
@@ -182,7 +192,11 @@ def called(code: CodeType | None) -> str:
         return "a thread"
     if code.co_name == "__call__" or code.co_name.endswith("_call_impl"):
         return "forward"
-    return f"{code.co_qualname.split('.')[-2:][0]}()" if code.co_name == "__init__" else code.co_name
+    return (
+        f"{code.co_qualname.split('.')[-2:][0]}()"
+        if code.co_name == "__init__"
+        else code.co_name
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -208,7 +222,9 @@ class CollectiveLog:
     """
 
     def __init__(self) -> None:
-        self.sequences: weakref.WeakKeyDictionary[Any, CollectiveSequence] = weakref.WeakKeyDictionary()
+        self.sequences: weakref.WeakKeyDictionary[Any, CollectiveSequence] = (
+            weakref.WeakKeyDictionary()
+        )
         self.iteration = self.num_steps = 0
         self.waiting: Any = None
         self.latest: Position | None = None
@@ -226,13 +242,21 @@ class CollectiveLog:
             name = getattr(process_group, "group_name", str(group.ranks))
             # A later group with the same name gets another key.
             self._generations[name] += 1
-            self.sequences[process_group] = CollectiveSequence(f"{name}#{self._generations[name]}", group)
+            self.sequences[process_group] = CollectiveSequence(
+                f"{name}#{self._generations[name]}", group
+            )
         # The next lookup for this group needs no call.
         group.notes["sequence"] = self.sequences[process_group]
         return self.sequences[process_group]
 
     def record(
-        self, sequence: CollectiveSequence, kind: str, num_bytes: int, unit: str | None, parts: Parts, dtype: Any
+        self,
+        sequence: CollectiveSequence,
+        kind: str,
+        num_bytes: int,
+        unit: str | None,
+        parts: Parts,
+        dtype: Any,
     ) -> tuple[Position, int]:
         """Adds a collective, which the caller issues next. Returns its position, and a hash of kind, size and dtype.
 
@@ -256,9 +280,25 @@ class CollectiveLog:
         sequence.digest = hash((sequence.digest, identity))
         sequence.of_units = hash((sequence.of_units, of_unit))
         # 1. The units of a forward or of a backward share its place.
-        place = self.place if unit is not None and self.place is not None else self.place_in_program()
+        place = (
+            self.place
+            if unit is not None and self.place is not None
+            else self.place_in_program()
+        )
         position = (sequence.key, sequence.epoch, sequence.number)
-        sequence.entries.append((kind, unit, parts, num_bytes, self.iteration, identity, of_unit, *position, *place))
+        sequence.entries.append(
+            (
+                kind,
+                unit,
+                parts,
+                num_bytes,
+                self.iteration,
+                identity,
+                of_unit,
+                *position,
+                *place,
+            )
+        )
         self.latest = (sequence, sequence.epoch, sequence.number)
         sequence.number += 1
         return self.latest, shape

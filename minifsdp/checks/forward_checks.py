@@ -33,7 +33,9 @@ def check_transforms(units: Sequence[Unit]) -> None:
     functorch = torch._C._functorch
     levels = functorch.get_interpreter_stack() or []
     if any(level.key() != functorch.TransformType.Vmap for level in levels):
-        raise RuntimeError(message("function-transform", unit=units[0].name if units else ""))
+        raise RuntimeError(
+            message("function-transform", unit=units[0].name if units else "")
+        )
 
 
 def check_not_in_ddp(units: Sequence[Unit]) -> None:
@@ -49,10 +51,18 @@ def check_not_in_ddp(units: Sequence[Unit]) -> None:
     if around is None or not torch.is_grad_enabled():
         return
     ranks = dist.get_process_group_ranks(around.process_group)
-    owned = [unit.layout.local_parameters for unit in units if not _covers(unit.plan.mesh, ranks)]
+    owned = [
+        unit.layout.local_parameters
+        for unit in units
+        if not _covers(unit.plan.mesh, ranks)
+    ]
     apart = {parameter for parameters in owned for parameter in parameters}
     for name, parameter in around.module.named_parameters():
-        if parameter in apart and parameter.requires_grad and name not in around.parameters_to_ignore:
+        if (
+            parameter in apart
+            and parameter.requires_grad
+            and name not in around.parameters_to_ignore
+        ):
             raise RuntimeError(message("ddp-around", name=name, ranks=ranks))
 
 

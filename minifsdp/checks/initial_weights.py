@@ -50,10 +50,20 @@ def compare_while_debugging(params: Sequence[ShardedParam]) -> None:
 def compare_sharded(params: Sequence[ShardedParam]) -> None:
     """Compares parameters that are about to be sharded. Every rank of their meshes must call it."""
     for mesh in dict.fromkeys(param.mesh_groups for param in params):
-        compare("the module", [(param.parameter, param.info) for param in params if param.mesh_groups == mesh], mesh)
+        compare(
+            "the module",
+            [
+                (param.parameter, param.info)
+                for param in params
+                if param.mesh_groups == mesh
+            ],
+            mesh,
+        )
 
 
-def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, ParamInfo]], mesh: MeshGroups) -> None:
+def compare(
+    unit: str, parameters: Iterable[tuple[nn.Parameter, ParamInfo]], mesh: MeshGroups
+) -> None:
     """Issues a warning if values of parameters differ between ranks. Every rank of the mesh must call it.
 
     Args:
@@ -61,13 +71,23 @@ def compare(unit: str, parameters: Iterable[tuple[nn.Parameter, ParamInfo]], mes
         parameters: the original parameters. For a DTensor, its local tensors are compared.
         mesh: the ranks that must have equal values.
     """
-    mine = {info.path: _checksum_of_bits(local_tensor(p.detach())) for p, info in parameters if not p.is_meta}
+    mine = {
+        info.path: _checksum_of_bits(local_tensor(p.detach()))
+        for p, info in parameters
+        if not p.is_meta
+    }
     all_ranks = exchange(groups_of([mesh]), mine)
     first = min(all_ranks)
     lines = []
     for path, number in all_ranks[first].items():
-        if differ := [str(rank) for rank, numbers in all_ranks.items() if numbers.get(path) != number]:
-            lines.append(detail("rank-differs", path=path, ranks=some(differ), first=first))
+        if differ := [
+            str(rank)
+            for rank, numbers in all_ranks.items()
+            if numbers.get(path) != number
+        ]:
+            lines.append(
+                detail("rank-differs", path=path, ranks=some(differ), first=first)
+            )
     if lines:
         warn(message("initial-weights-differ", unit=unit, lines="; ".join(lines)))
 

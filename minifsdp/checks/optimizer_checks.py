@@ -63,21 +63,53 @@ class OptimizerChecks:
         """The next step of an optimizer with parameters of ``layout`` is checked."""
         self._unreduced.add(layout)
 
-    def new_optimizer(self, optimizer: torch.optim.Optimizer, found: Sequence[Layout], known: Sequence[Layout]) -> None:
+    def new_optimizer(
+        self,
+        optimizer: torch.optim.Optimizer,
+        found: Sequence[Layout],
+        known: Sequence[Layout],
+    ) -> None:
         """Checks for parameters that the optimizer must not hold."""
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = [
+            parameter
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
         number = len(parameters)
         kind = type(optimizer).__name__
-        if num_stale := sum(parameter in ownership.replaced for parameter in parameters):
-            warn(message("stale-optimizer", num_stale=num_stale, number=number, type=kind))
+        if num_stale := sum(
+            parameter in ownership.replaced for parameter in parameters
+        ):
+            warn(
+                message(
+                    "stale-optimizer", num_stale=num_stale, number=number, type=kind
+                )
+            )
         held = set(parameters)
-        if num_unsharded := sum(len(held.intersection(layout.leaves)) for layout in known):
-            warn(message("unsharded-in-optimizer", num_unsharded=num_unsharded, number=number, type=kind))
+        if num_unsharded := sum(
+            len(held.intersection(layout.leaves)) for layout in known
+        ):
+            warn(
+                message(
+                    "unsharded-in-optimizer",
+                    num_unsharded=num_unsharded,
+                    number=number,
+                    type=kind,
+                )
+            )
         managed = [layout.local_parameters for layout in known]
         with self._lock:
-            self._warn_if_added({one for one in held.difference(*managed) if one.requires_grad})
-        is_whole = any(name in one.__name__.lower() for one in type(optimizer).__mro__ for name in _WHOLE)
-        if is_whole and any(one.group and not one.shards_are_distributed for one in found):
+            self._warn_if_added(
+                {one for one in held.difference(*managed) if one.requires_grad}
+            )
+        is_whole = any(
+            name in one.__name__.lower()
+            for one in type(optimizer).__mro__
+            for name in _WHOLE
+        )
+        if is_whole and any(
+            one.group and not one.shards_are_distributed for one in found
+        ):
             warn(message("whole-parameter-optimizer", type=kind))
         if found and optimizer not in self._with_hook:
             self._with_hook.add(optimizer)
@@ -90,12 +122,27 @@ class OptimizerChecks:
         known = self._names
         added = []
         for module, names in list(known.items()):
-            new = [(name, child) for name, child in module.named_children() if child not in known]
-            below = [place for name, child in new for place in child.named_modules(prefix=name)]
-            for path, one in [("", module), *((path, one) for path, one in below if one not in known)]:
+            new = [
+                (name, child)
+                for name, child in module.named_children()
+                if child not in known
+            ]
+            below = [
+                place
+                for name, child in new
+                for place in child.named_modules(prefix=name)
+            ]
+            for path, one in [
+                ("", module),
+                *((path, one) for path, one in below if one not in known),
+            ]:
                 for name, parameter in one._parameters.items():
-                    if parameter in unmanaged and (one is not module or name not in names):
-                        added.append(f"{full_name(path, name)!r} of {type(module).__name__}")
+                    if parameter in unmanaged and (
+                        one is not module or name not in names
+                    ):
+                        added.append(
+                            f"{full_name(path, name)!r} of {type(module).__name__}"
+                        )
         if added:
             warn(message("added-after-sharding", parameters=", ".join(added)))
 
@@ -109,7 +156,9 @@ class OptimizerChecks:
             raise RuntimeError(log.fatal_error)
         log.num_steps += bool(layouts)
 
-    def gradients_ready(self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]) -> None:
+    def gradients_ready(
+        self, optimizer: torch.optim.Optimizer, layouts: Sequence[Layout]
+    ) -> None:
         """Checks the gradients that the optimizer reads next.
 
         Raises:
@@ -117,9 +166,23 @@ class OptimizerChecks:
         """
         if not (self._unreduced or ownership.summoned):
             return
-        mine = [layout for layout in layouts if layout in self._unreduced or layout in ownership.summoned]
-        if waiting := [layout.name for layout in mine if layout.shards_are_distributed and layout.has_unreduced]:
-            warn(message("step-before-reduction", units=waiting, type=type(optimizer).__name__))
+        mine = [
+            layout
+            for layout in layouts
+            if layout in self._unreduced or layout in ownership.summoned
+        ]
+        if waiting := [
+            layout.name
+            for layout in mine
+            if layout.shards_are_distributed and layout.has_unreduced
+        ]:
+            warn(
+                message(
+                    "step-before-reduction",
+                    units=waiting,
+                    type=type(optimizer).__name__,
+                )
+            )
             return
         ownership.check_reduced(f"{type(optimizer).__name__}.step()", mine)
         self._unreduced.difference_update(mine)

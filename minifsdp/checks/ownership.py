@@ -33,7 +33,9 @@ replaced = WeakTensorKeyDictionary()
 # Layouts inside `summon_full_params`. The end of the block would overwrite the changes of a step.
 summoned: weakref.WeakSet[Layout] = weakref.WeakSet()
 _apis: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-_places: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = weakref.WeakKeyDictionary()
+_places: weakref.WeakKeyDictionary[nn.Module, dict[str, str]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def check_free(parameters: Mapping[nn.Parameter, ParamInfo]) -> None:
@@ -49,9 +51,18 @@ def check_free(parameters: Mapping[nn.Parameter, ParamInfo]) -> None:
             known = _places.get(info.module, {})
             if info.name in known:
                 kind = type(info.module).__name__
-                raise ValueError(message("outer-before-inner", path=info.path, type=kind, first=known[info.name]))
+                raise ValueError(
+                    message(
+                        "outer-before-inner",
+                        path=info.path,
+                        type=kind,
+                        first=known[info.name],
+                    )
+                )
         if parameter in taken:
-            raise ValueError(message("tied-across-units", path=first.path, other=taken[parameter]))
+            raise ValueError(
+                message("tied-across-units", path=first.path, other=taken[parameter])
+            )
 
 
 def take(parameters: Mapping[nn.Parameter, ParamInfo]) -> None:
@@ -78,7 +89,15 @@ def check_one_api(module: nn.Module, api: str) -> None:
     for name, inner in module.named_modules():
         other = _apis.get(inner, api)
         if other != api and are_on():
-            raise ValueError(message("two-apis", api=api, type=type(module).__name__, name=name, other=other))
+            raise ValueError(
+                message(
+                    "two-apis",
+                    api=api,
+                    type=type(module).__name__,
+                    name=name,
+                    other=other,
+                )
+            )
     _apis[module] = api
 
 

@@ -27,7 +27,10 @@ def way_out(frame: FrameType | None) -> Place:
         The function that the program has called, the code that called it, and its line number.
     """
     inside = frame
-    while frame and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
+    while (
+        frame
+        and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM
+    ):
         inside = frame
         frame = frame.f_back
     return inside and inside.f_code, frame and frame.f_code, frame and frame.f_lineno

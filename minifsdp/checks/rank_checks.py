@@ -88,12 +88,18 @@ class RankChecks:
         numbers = Counter[MeshGroups]()
         for unit in units:
             mesh = unit.plan.mesh
-            unit.name = unit.layout.name = UnitName(unit.name, numbers[mesh], self._used)
+            unit.name = unit.layout.name = UnitName(
+                unit.name, numbers[mesh], self._used
+            )
             numbers[mesh] += 1
         meshes = [plan.mesh for unit in units for plan in unit.plans]
         groups = [mesh.shard for mesh in meshes] + [mesh.replicate for mesh in meshes]
-        self._groups = {log.sequence_of(group): group for group in groups if group is not None}
-        self._is_detailed = dist.is_initialized() and get_debug_level() == DebugLevel.DETAIL
+        self._groups = {
+            log.sequence_of(group): group for group in groups if group is not None
+        }
+        self._is_detailed = (
+            dist.is_initialized() and get_debug_level() == DebugLevel.DETAIL
+        )
         # The questions, the answers of the last group, and an accelerator's event after them.
         self._asked: list[Collective] = []
         self._answers: Any = None
@@ -146,7 +152,9 @@ class RankChecks:
         with _disable_current_modes(), comm_streams.all_gather as comm_stream:
             for sequence, group in groups:
                 # Kernels fill this tensor, one number after the other. A copy from the CPU would block the CPU.
-                mine = torch.full((3,), sequence.digest, dtype=torch.int64, device=comm_streams.device)
+                mine = torch.full(
+                    (3,), sequence.digest, dtype=torch.int64, device=comm_streams.device
+                )
                 mine[1] = sequence.of_units
                 mine[2] = has_stepped
                 if self.is_strict or self._is_detailed:
@@ -176,7 +184,9 @@ class RankChecks:
             return []
         self.in_backward.pop(self._graph_task, None)
         known = (self._groups | self._of_others).items()
-        return [(sequence, group) for sequence, group in known if sequence in self._used]
+        return [
+            (sequence, group) for sequence, group in known if sequence in self._used
+        ]
 
     def reduced(self) -> None:
         """Reads the answer. Does nothing on an accelerator.
@@ -209,8 +219,14 @@ class RankChecks:
             for question in asked:
                 question.position[0].forget_sizes()
             number = log.num_steps - self._num_steps
-            when = ("no step was taken", "one step was taken since", f"{number} steps were taken since")[min(number, 2)]
-            raise RuntimeError(message("order-differs", when=when, report=_report(asked)))
+            when = (
+                "no step was taken",
+                "one step was taken since",
+                f"{number} steps were taken since",
+            )[min(number, 2)]
+            raise RuntimeError(
+                message("order-differs", when=when, report=_report(asked))
+            )
         if has_other_units and not self._has_warned_of_units:
             self._has_warned_of_units = True
             warn(message("units-differ", report=_report(asked)))
@@ -218,7 +234,11 @@ class RankChecks:
         if len(set(have_stepped)) > 1 and not self._has_warned_of_steps:
             self._has_warned_of_steps = True
             both = zip(asked[-1].position[0].ranks, have_stepped, strict=True)
-            warn(message("uneven-steps", ranks=[rank for rank, stepped in both if stepped]))
+            warn(
+                message(
+                    "uneven-steps", ranks=[rank for rank, stepped in both if stepped]
+                )
+            )
 
 
 def _differ(answers: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,9 @@ class NoModulesError(ValueError, IndexError):
     """``fully_shard`` got an empty list. Torch raises ``IndexError``."""
 
 
-def check_modules(modules: Sequence[Any], is_sharded: Callable[[nn.Module], bool]) -> None:
+def check_modules(
+    modules: Sequence[Any], is_sharded: Callable[[nn.Module], bool]
+) -> None:
     """Checks the modules of one ``fully_shard`` call.
 
     Raises:
@@ -43,12 +45,19 @@ def check_modules(modules: Sequence[Any], is_sharded: Callable[[nn.Module], bool
         if is_sharded(module):
             raise AssertionError(message("sharded-twice", type=type(module).__name__))
         ownership.check_one_api(module, "fully_shard")
-    inside = [one for one in modules for other in modules if other is not one and one in set(other.modules())]
+    inside = [
+        one
+        for one in modules
+        for other in modules
+        if other is not one and one in set(other.modules())
+    ]
     if inside:
         raise ValueError(message("nested-in-list", type=type(inside[0]).__name__))
 
 
-def check_parameter(parameter: nn.Parameter, path: str, placement: Any, num_shards: int) -> None:
+def check_parameter(
+    parameter: nn.Parameter, path: str, placement: Any, num_shards: int
+) -> None:
     """Checks that a parameter can be sharded.
 
     Args:
@@ -71,9 +80,17 @@ def check_parameter(parameter: nn.Parameter, path: str, placement: Any, num_shar
     local = local_tensor(parameter.detach())
     shape = tuple(local.shape)
     if not local.is_contiguous():
-        raise NotImplementedError(message("not-contiguous", where=where, shape=shape, stride=local.stride()))
+        raise NotImplementedError(
+            message("not-contiguous", where=where, shape=shape, stride=local.stride())
+        )
     dim = 0 if placement is None else placement.dim
     if not -parameter.ndim <= dim < parameter.ndim:
-        raise ValueError(message("placement-dim", where=where, shape=tuple(parameter.shape), dim=dim))
+        raise ValueError(
+            message("placement-dim", where=where, shape=tuple(parameter.shape), dim=dim)
+        )
     if dim % parameter.ndim != 0 and shape[dim] % num_shards:
-        raise NotImplementedError(message("uneven-dim", dim=dim % len(shape), shape=shape, num_shards=num_shards))
+        raise NotImplementedError(
+            message(
+                "uneven-dim", dim=dim % len(shape), shape=shape, num_shards=num_shards
+            )
+        )

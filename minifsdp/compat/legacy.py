@@ -27,6 +27,10 @@ def policy_by_either_name(policy: Any, old: Any) -> Any:
     if old is None:
         return policy
     if policy is not None:
-        raise TypeError(message("both-spellings", old="fsdp_auto_wrap_policy", new="auto_wrap_policy"))
+        raise TypeError(
+            message(
+                "both-spellings", old="fsdp_auto_wrap_policy", new="auto_wrap_policy"
+            )
+        )
     warn_renamed("fsdp_auto_wrap_policy=", "auto_wrap_policy=")
     return old

@@ -43,7 +43,12 @@ WRAPPER = "FullyShardedDataParallel"
 
 
 def save(
-    name: str, model: nn.Module, optim: Optimizer, form: Form, group: Any, optim_input: OptimInput | None = None
+    name: str,
+    model: nn.Module,
+    optim: Optimizer,
+    form: Form,
+    group: Any,
+    optim_input: OptimInput | None = None,
 ) -> dict[str, Any]:
     """The state by original names, for the older method ``name``."""
     require(MODULE, name, model=model)
@@ -69,11 +74,16 @@ def load(
     return optim_state_load.load(loading, given, communicates=communicates)
 
 
-def in_todays_order(model: Any, optim: Any, optim_state_dict: Any) -> tuple[Any, Any, Any]:
+def in_todays_order(
+    model: Any, optim: Any, optim_state_dict: Any
+) -> tuple[Any, Any, Any]:
     """Accepts the argument order in the examples of torch 2.1, which contradicts torch's own signature."""
     if isinstance(model, Mapping) and isinstance(optim, nn.Module):
         name = "optim_state_dict_to_load"
-        warn_renamed(f"{name}(optim_state_dict, model, optim)", f"{name}(model, optim, optim_state_dict)")
+        warn_renamed(
+            f"{name}(optim_state_dict, model, optim)",
+            f"{name}(model, optim, optim_state_dict)",
+        )
         return optim, optim_state_dict, model
     return model, optim, optim_state_dict
 
@@ -83,7 +93,13 @@ def _warn_of(optim_input: OptimInput | None) -> None:
         warn(message("optim-input"), FutureWarning)
 
 
-def target(name: str, model: nn.Module, optim_input: OptimInput | None, optim: Optimizer | None, form: Form) -> Target:
+def target(
+    name: str,
+    model: nn.Module,
+    optim_input: OptimInput | None,
+    optim: Optimizer | None,
+    form: Form,
+) -> Target:
     """The given optimizer, or a new one of ``optim_input``, or a new one of all parameters in one group.
 
     The older method ``name`` calls it.
@@ -93,11 +109,15 @@ def target(name: str, model: nn.Module, optim_input: OptimInput | None, optim: O
     if optim is not None and optim_input is not None:
         raise ValueError(message("optim-input-and-optim"))
     if optim is None:
-        optim = Optimizer(model.parameters() if optim_input is None else optim_input, {})
+        optim = Optimizer(
+            model.parameters() if optim_input is None else optim_input, {}
+        )
     return Target(model, optim, form, is_lenient=True)
 
 
-def rekey(given: dict[str, Any], key_type: OptimStateKeyType, target: Target) -> dict[str, Any]:
+def rekey(
+    given: dict[str, Any], key_type: OptimStateKeyType, target: Target
+) -> dict[str, Any]:
     """A full dict with names or IDs as keys.
 
     Raises:
@@ -105,21 +125,43 @@ def rekey(given: dict[str, Any], key_type: OptimStateKeyType, target: Target) ->
         ValueError: if a key of the dict has no counterpart.
     """
     if not isinstance(key_type, OptimStateKeyType):
-        raise AssertionError(message("key-type", members=", ".join(map(str, OptimStateKeyType)), key_type=key_type))
+        raise AssertionError(
+            message(
+                "key-type",
+                members=", ".join(map(str, OptimStateKeyType)),
+                key_type=key_type,
+            )
+        )
     to_names = key_type is OptimStateKeyType.PARAM_NAME
     keys = [*given["state"], *parameters_of(given["param_groups"])]
     if all(isinstance(key, str) is to_names for key in keys):
         return given
     if problems := target.names.unknown(target.keys):
         raise ValueError(message("optimizer-parameters", problem=problems[0]))
-    numbered = [(number, name) for owner, number in target.keys.items() for name in target.names.of[owner]]
-    table: dict[Any, Any] = dict(numbered) if to_names else {name: number for number, name in numbered}
+    numbered = [
+        (number, name)
+        for owner, number in target.keys.items()
+        for name in target.names.of[owner]
+    ]
+    table: dict[Any, Any] = (
+        dict(numbered) if to_names else {name: number for number, name in numbered}
+    )
     if unknown := [key for key in keys if key not in table]:
-        raise ValueError(message("rekey-mismatch", unknown=unknown[:5], known=list(table)[:5]))
+        raise ValueError(
+            message("rekey-mismatch", unknown=unknown[:5], known=list(table)[:5])
+        )
     # An optimizer numbers its parameters in order.
     in_order: Any = list if to_names else sorted
     groups = [
-        regrouped(group, in_order(table[key] for key in group["params"]), group.get("param_names"))
+        regrouped(
+            group,
+            in_order(table[key] for key in group["params"]),
+            group.get("param_names"),
+        )
         for group in given["param_groups"]
     ]
-    return {**given, "state": {table[key]: of for key, of in given["state"].items()}, "param_groups": groups}
+    return {
+        **given,
+        "state": {table[key]: of for key, of in given["state"].items()},
+        "param_groups": groups,
+    }

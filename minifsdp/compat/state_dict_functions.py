@@ -49,10 +49,18 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     ValueType,
 )
-from torch.distributed.checkpoint.state_dict import get_model_state_dict as get_in_current_mode
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict as get_without_wrappers
-from torch.distributed.checkpoint.state_dict import set_model_state_dict as set_without_broadcast
-from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict as set_without_wrappers
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict as get_in_current_mode,
+)
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict as get_without_wrappers,
+)
+from torch.distributed.checkpoint.state_dict import (
+    set_model_state_dict as set_without_broadcast,
+)
+from torch.distributed.checkpoint.state_dict import (
+    set_optimizer_state_dict as set_without_wrappers,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -105,7 +113,9 @@ def get_state_dict(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The model's state and the state of its optimizers. Every rank must call it."""
     # This function compares the models of the ranks, before torch's function sends values.
-    states = get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
+    states = get_optimizer_state_dict(
+        model, optimizers, submodules=submodules, options=options
+    )
     return get_model_state_dict(model, submodules=submodules, options=options), states
 
 
@@ -127,7 +137,10 @@ def set_state_dict(
 
 
 def set_model_state_dict(
-    model: nn.Module, model_state_dict: dict[Any, Any], *, options: StateDictOptions | None = None
+    model: nn.Module,
+    model_state_dict: dict[Any, Any],
+    *,
+    options: StateDictOptions | None = None,
 ) -> Any:
     """Loads the model's state. Every rank must call it.
 
@@ -151,22 +164,37 @@ def set_model_state_dict(
     if options is not None and options.broadcast_from_rank0:
         _agree(model, "set_model_state_dict()", sends=True)
         if options.full_state_dict and (wrappers := Wrapper.fsdp_modules(model)):
-            model_state_dict, has_rows = _received(model, model_state_dict, wrappers[0]._mesh)
-            options = replace(options, broadcast_from_rank0=False, full_state_dict=not has_rows)
+            model_state_dict, has_rows = _received(
+                model, model_state_dict, wrappers[0]._mesh
+            )
+            options = replace(
+                options, broadcast_from_rank0=False, full_state_dict=not has_rows
+            )
     # Torch's function adds entries to the dict.
     return set_without_broadcast(model, copy.copy(model_state_dict), options=options)
 
 
-def _received(model: nn.Module, given: Mapping[str, Any], mesh: MeshGroups) -> tuple[dict[str, Any], bool]:
+def _received(
+    model: nn.Module, given: Mapping[str, Any], mesh: MeshGroups
+) -> tuple[dict[str, Any], bool]:
     """The first rank's dict of full values, as this rank's rows of the parameters in units. Every rank must call it.
 
     Returns:
         The dict, and whether it contains rows.
     """
     wrappers = named_wrappers(model)
-    units = [UnitCodec(wrapper, dotted(path), _uncompiled) for path, wrapper in wrappers if wrapper._unit is not None]
+    units = [
+        UnitCodec(wrapper, dotted(path), _uncompiled)
+        for path, wrapper in wrappers
+        if wrapper._unit is not None
+    ]
     # Modules whose full parameters are summoned load full values.
-    of_unit = {key: unit for unit in units if unit.unit.phase is not Phase.SUMMONED for key in unit.keys}
+    of_unit = {
+        key: unit
+        for unit in units
+        if unit.unit.phase is not Phase.SUMMONED
+        for key in unit.keys
+    }
     groups = [*tensor_parallel_groups(units), mesh.replicate, mesh.shard]
 
     def receive(key: str) -> Any:
@@ -174,7 +202,9 @@ def _received(model: nn.Module, given: Mapping[str, Any], mesh: MeshGroups) -> t
         return value if key not in of_unit else of_unit[key].rows(key, value)
 
     # Each full value is released before the next one is received, so no rank stores the model.
-    received = {key: receive(key) for key in agreement.value_of_first_rank(list(given), groups)}
+    received = {
+        key: receive(key) for key in agreement.value_of_first_rank(list(given), groups)
+    }
     return received, any(map(is_sharded, received.values()))
 
 
@@ -191,21 +221,31 @@ def get_optimizer_state_dict(
     if not Wrapper.fsdp_modules(model):
         _agree(model, "get_optimizer_state_dict()", sends=options.full_state_dict)
         reshard_all(model)
-        return get_without_wrappers(model, optimizers, submodules=submodules, options=options)
+        return get_without_wrappers(
+            model, optimizers, submodules=submodules, options=options
+        )
     listed = _listed(optimizers)
     merged: dict[str, Any] = {"state": {}, "param_groups": []} if listed else {}
     for optimizer in listed:
         if not optimizer.state:
             # Torch's function creates the states of any optimizer. Its result is not used.
-            get_without_wrappers(nn.ParameterList(parameters_of(optimizer.param_groups)), optimizer)
-        saved = optim_state.save(model, optimizer, optimizer.state_dict(), _form(options), clean=_uncompiled)
+            get_without_wrappers(
+                nn.ParameterList(parameters_of(optimizer.param_groups)), optimizer
+            )
+        saved = optim_state.save(
+            model, optimizer, optimizer.state_dict(), _form(options), clean=_uncompiled
+        )
         # Only the first rank may get a result, but all ranks convert the states of all optimizers.
         if saved:
             merged["state"].update(saved["state"])
             merged["param_groups"].extend(saved["param_groups"])
     if options.cpu_offload and not merged.get("param_groups"):
         return {}
-    return _flattened(merged) if merged and options.flatten_optimizer_state_dict else merged
+    return (
+        _flattened(merged)
+        if merged and options.flatten_optimizer_state_dict
+        else merged
+    )
 
 
 @outside_inference_mode
@@ -222,7 +262,11 @@ def set_optimizer_state_dict(
         StateDictMismatchError: on all ranks, before any change of this optimizer, if the dict does not fit.
     """
     if not Wrapper.fsdp_modules(model):
-        _agree(model, "set_optimizer_state_dict()", sends=options is not None and options.broadcast_from_rank0)
+        _agree(
+            model,
+            "set_optimizer_state_dict()",
+            sends=options is not None and options.broadcast_from_rank0,
+        )
         reshard_all(model)
         set_without_wrappers(model, optimizers, optim_state_dict, options=options)
         return
@@ -233,7 +277,11 @@ def set_optimizer_state_dict(
         given = optim_state_dict or {}
         if given and "state" not in given:
             given = _unflattened(
-                given, [target.names.originals_of(group["params"]) for group in optimizer.param_groups]
+                given,
+                [
+                    target.names.originals_of(group["params"])
+                    for group in optimizer.param_groups
+                ],
             )
         if given and len(listed) > 1:
             given = _part(given, set(target.names.originals_of(target.keys)))
@@ -262,7 +310,10 @@ def _form(options: StateDictOptions) -> Form:
 def _prefixes(model: nn.Module) -> dict[nn.Module, str]:
     """For each module of a model, the prefix of its names in the results of torch's functions."""
     outer = "module." if isinstance(model, DistributedDataParallel) else ""
-    return {module: _uncompiled(dotted(path)).removeprefix(outer) for path, module in model.named_modules()}
+    return {
+        module: _uncompiled(dotted(path)).removeprefix(outer)
+        for path, module in model.named_modules()
+    }
 
 
 def _uncompiled(name: str) -> str:
@@ -272,16 +323,29 @@ def _uncompiled(name: str) -> str:
 
 def _part(given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     """The part of a dict of several optimizers that belongs to the optimizer of the parameters ``names``."""
-    groups = [group for group in given["param_groups"] if names.intersection(group["params"])]
-    return {"state": {name: of for name, of in given["state"].items() if name in names}, "param_groups": groups}
+    groups = [
+        group for group in given["param_groups"] if names.intersection(group["params"])
+    ]
+    return {
+        "state": {name: of for name, of in given["state"].items() if name in names},
+        "param_groups": groups,
+    }
 
 
 def _flattened(given: Mapping[str, Any]) -> dict[str, Any]:
     """A dict with one level. The settings of a group are stored for each of its parameters."""
-    flat = {f"state.{name}.{key}": value for name, of in given["state"].items() for key, value in of.items()}
+    flat = {
+        f"state.{name}.{key}": value
+        for name, of in given["state"].items()
+        for key, value in of.items()
+    }
     for group in given["param_groups"]:
         settings = {key: value for key, value in group.items() if key != "params"}
-        flat |= {f"param_groups.{name}.{key}": value for name in group["params"] for key, value in settings.items()}
+        flat |= {
+            f"param_groups.{name}.{key}": value
+            for name in group["params"]
+            for key, value in settings.items()
+        }
     return flat
 
 
@@ -294,4 +358,9 @@ def _unflattened(flat: Mapping[str, Any], groups: list[list[str]]) -> dict[str, 
         found[section].setdefault(name, {})[entry] = value
     names = {name for group in groups for name in group}
     state = {name: of for name, of in found["state"].items() if name in names}
-    return {"state": state, "param_groups": [{**found["param_groups"].get(n[0], {}), "params": n} for n in groups if n]}
+    return {
+        "state": state,
+        "param_groups": [
+            {**found["param_groups"].get(n[0], {}), "params": n} for n in groups if n
+        ],
+    }

@@ -128,7 +128,11 @@ def setting(name: str) -> property:
         ours = _translated(value, state_dict_options)
         # Setting a type also sets its default configurations.
         is_type = name == "state_dict_type"
-        before = state_dict_options.settings_for(ours, None, None) if is_type else state_of(wrapper).settings
+        before = (
+            state_dict_options.settings_for(ours, None, None)
+            if is_type
+            else state_of(wrapper).settings
+        )
         state_of(wrapper).settings = dataclasses.replace(before, **{name: ours})
 
     return property(read, write)
@@ -184,13 +188,23 @@ class TorchNames(Wrapper):
         if self._unit is not None:
             is_busy = self._unit.phase is not Phase.IDLE
         else:
-            is_busy = self._is_outermost and self._root_state is not None and self._root_state.is_busy
+            is_busy = (
+                self._is_outermost
+                and self._root_state is not None
+                and self._root_state.is_busy
+            )
         return TrainingState.FORWARD_BACKWARD if is_busy else TrainingState.IDLE
 
     @property
     def _sync_gradients(self) -> bool:
         """Whether backward reduces gradients: false in ``no_sync()``."""
-        units = [self._unit] if self._unit else self._root_state.units if self._root_state else []
+        units = (
+            [self._unit]
+            if self._unit
+            else self._root_state.units
+            if self._root_state
+            else []
+        )
         return all(unit.policy.reduces for unit in units)
 
     # Torch's `_post_backward_final_callback`, which Composer calls when memory runs out, reads these five attributes.

@@ -73,7 +73,9 @@ def attached(owner: Any, name: str, look: Look) -> Iterator[None]:
 
 
 @contextmanager
-def at_first_use(look: Callable[[Sequence[nn.Module], RootState], None]) -> Iterator[None]:
+def at_first_use(
+    look: Callable[[Sequence[nn.Module], RootState], None],
+) -> Iterator[None]:
     """Calls ``look`` before the first forward of each root inside the block, with the outermost modules and the root.
 
     If ``look`` raises an error, it is called again before the next forward.
@@ -82,7 +84,10 @@ def at_first_use(look: Callable[[Sequence[nn.Module], RootState], None]) -> Iter
 
     def before_forward(root_state: RootState, outermost: Wrapper | FSDPState) -> None:
         if root_state not in known:
-            look([outermost] if isinstance(outermost, Wrapper) else outermost.modules, root_state)
+            look(
+                [outermost] if isinstance(outermost, Wrapper) else outermost.modules,
+                root_state,
+            )
             known.add(root_state)
 
     with (
@@ -102,7 +107,9 @@ def warn_about_late_units(check: str) -> Iterator[None]:
     in_time: weakref.WeakSet[Unit] = weakref.WeakSet()
 
     def name_late_units(_: Sequence[nn.Module], root_state: RootState) -> None:
-        if late := [unit.name or "the root" for unit in root_state.units if unit not in in_time]:
+        if late := [
+            unit.name or "the root" for unit in root_state.units if unit not in in_time
+        ]:
             warn(message("debug-too-late", check=check, units=late))
 
     with (

@@ -44,10 +44,16 @@ class _FreedMemory(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._units = units
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Raises an error if ``func`` reads freed memory of a unit, and runs ``func`` otherwise."""
         for value in tensors_in((args, kwargs or {})):
-            if type(value) in (Tensor, nn.Parameter) and value.numel() and not value.untyped_storage().nbytes():
+            if (
+                type(value) in (Tensor, nn.Parameter)
+                and value.numel()
+                and not value.untyped_storage().nbytes()
+            ):
                 self._refuse(func, value)
         return func(*args, **kwargs or {})
 
@@ -55,12 +61,22 @@ class _FreedMemory(TorchDispatchMode):
         freed = tensor.untyped_storage()
         for unit in self._units:
             if any(leaf.untyped_storage() is freed for leaf in unit.layout.leaves):
-                raise RuntimeError(message("freed-memory", operation=func, shape=tuple(tensor.shape), unit=unit.name))
+                raise RuntimeError(
+                    message(
+                        "freed-memory",
+                        operation=func,
+                        shape=tuple(tensor.shape),
+                        unit=unit.name,
+                    )
+                )
 
 
 @contextmanager
 def check_memory() -> Iterator[None]:
     """Checks every operation inside the block, in the thread that enters it and in its backwards."""
     units: weakref.WeakSet[Unit] = weakref.WeakSet()
-    with attached(Unit, "reshard", lambda _, unit, *args, **kwargs: units.add(unit)), _FreedMemory(units):
+    with (
+        attached(Unit, "reshard", lambda _, unit, *args, **kwargs: units.add(unit)),
+        _FreedMemory(units),
+    ):
         yield

@@ -121,7 +121,9 @@ def debug(*checks: str) -> Debugging:
         ValueError: there is no check of that name. No check was turned on.
     """
     if unknown := [check for check in checks if check not in CHECKS]:
-        raise ValueError(message("debug-unknown", unknown=unknown, known=", ".join(CHECKS)))
+        raise ValueError(
+            message("debug-unknown", unknown=unknown, known=", ".join(CHECKS))
+        )
     return Debugging(tuple(dict.fromkeys(checks)) or tuple(CHECKS))
 
 

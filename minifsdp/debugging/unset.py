@@ -61,7 +61,9 @@ def check_unset() -> Iterator[None]:
 # --- 1. filling ---
 
 
-def _after_to_empty(_: nn.Module, module: nn.Module, *, device: Any, recurse: bool = True) -> None:
+def _after_to_empty(
+    _: nn.Module, module: nn.Module, *, device: Any, recurse: bool = True
+) -> None:
     for inner in module.modules() if recurse else [module]:
         _made.add(inner)
         for _name, tensor in _own(inner):
@@ -69,7 +71,10 @@ def _after_to_empty(_: nn.Module, module: nn.Module, *, device: Any, recurse: bo
 
 
 def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    return [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+    return [
+        *module.named_parameters(recurse=False),
+        *module.named_buffers(recurse=False),
+    ]
 
 
 @torch.no_grad()
@@ -91,7 +96,9 @@ def _is_unset(tensor: torch.Tensor) -> bool:
     return bool((values == torch.iinfo(values.dtype).max).all())
 
 
-def _unset_in(modules: Iterable[tuple[str, nn.Module]], of_units: Set[torch.Tensor] = frozenset()) -> Iterator[str]:
+def _unset_in(
+    modules: Iterable[tuple[str, nn.Module]], of_units: Set[torch.Tensor] = frozenset()
+) -> Iterator[str]:
     """Names of the unset tensors that the modules own directly, except those in ``of_units``."""
     for path, module in modules:
         if module in _made:
@@ -104,34 +111,52 @@ def _unset_in(modules: Iterable[tuple[str, nn.Module]], of_units: Set[torch.Tens
 
 
 def _after_initialize(
-    _: None, wrapper: Wrapper, modules: list[tuple[str, nn.Module]], *_arguments: Any, **_options: Any
+    _: None,
+    wrapper: Wrapper,
+    modules: list[tuple[str, nn.Module]],
+    *_arguments: Any,
+    **_options: Any,
 ) -> None:
     if names := list(_unset_in(modules)):
-        warn(message("left-unset", names=some(names), type=type(wrapper.module).__name__))
+        warn(
+            message("left-unset", names=some(names), type=type(wrapper.module).__name__)
+        )
 
 
 # --- 3. before a model is used ---
 
 
 def _refuse_unset(modules: Sequence[nn.Module], root_state: RootState) -> None:
-    of_units = {parameter for unit in root_state.units for parameter in unit.layout.local_parameters}
+    of_units = {
+        parameter
+        for unit in root_state.units
+        for parameter in unit.layout.local_parameters
+    }
     mine = list(_unset_in_units(root_state))
     for root in modules:
         # Buffers, and parameters that belong to no unit.
         mine += _unset_in(root.named_modules(), of_units)
     ranks_of: dict[str, list[str]] = {}
-    for rank, names in exchange(groups_of(plan.mesh for unit in root_state.units for plan in unit.plans), mine).items():
+    for rank, names in exchange(
+        groups_of(plan.mesh for unit in root_state.units for plan in unit.plans), mine
+    ).items():
         for name in names:
             ranks_of.setdefault(name, []).append(str(rank))
     if ranks_of:
-        names = [f"{name!r} (rank {', '.join(ranks)})" for name, ranks in ranks_of.items()]
+        names = [
+            f"{name!r} (rank {', '.join(ranks)})" for name, ranks in ranks_of.items()
+        ]
         raise RuntimeError(message("used-unset", names=some(names)))
 
 
 def _unset_in_units(root_state: RootState) -> Iterator[str]:
     for unit in root_state.units:
-        for info, local_shard in zip(unit.layout.parameters, _local_shards(unit.layout), strict=True):
-            if any(attribute.module in _made for attribute in info.attributes) and _is_unset(local_shard):
+        for info, local_shard in zip(
+            unit.layout.parameters, _local_shards(unit.layout), strict=True
+        ):
+            if any(
+                attribute.module in _made for attribute in info.attributes
+            ) and _is_unset(local_shard):
                 yield full_name(unit.layout.name, info.path)
 
 
@@ -139,5 +164,7 @@ def _local_shards(layout: Layout) -> list[torch.Tensor]:
     """This rank's shard of each parameter."""
     if isinstance(layout, FlatLayout):
         flat = layout.local_values()
-        return [flat[part] for part in layout.sharding.param_ranges(layout.mesh.shard_index)]
+        return [
+            flat[part] for part in layout.sharding.param_ranges(layout.mesh.shard_index)
+        ]
     return list(layout.local_parameters)

@@ -64,7 +64,11 @@ def check_values() -> Iterator[None]:
         attached(RootState, "end_forward", _after_forward),
         attached(FlatLayout, "take_gradient", _after_gradient),
         attached(PerParameterLayout, "take_gradient", _after_gradient),
-        attached(IterationState, "end_backward", lambda _, iteration: _agree(iteration.units, "backward")),
+        attached(
+            IterationState,
+            "end_backward",
+            lambda _, iteration: _agree(iteration.units, "backward"),
+        ),
     ):
         yield
     _found.clear()
@@ -73,7 +77,9 @@ def check_values() -> Iterator[None]:
 # --- where values are created ---
 
 
-def _after_begin(is_outermost: bool, root_state: RootState, caller: Unit | None = None) -> None:
+def _after_begin(
+    is_outermost: bool, root_state: RootState, caller: Unit | None = None
+) -> None:
     if is_outermost:
         # Removes records of an iteration that was aborted.
         _forget(root_state.units)
@@ -83,19 +89,27 @@ def _after_gather(_: None, iteration: IterationState, unit: Unit) -> None:
     if unit.phase is not Phase.FORWARD:
         return
     layout = unit.layout
-    for number, counts in _not_finite(layout, [getattr(info.module, info.name) for info in layout.parameters]):
+    for number, counts in _not_finite(
+        layout, [getattr(info.module, info.name) for info in layout.parameters]
+    ):
         name = full_name(layout.name, layout.parameters[number].path)
         _found[layout] = detail("parameter-not-finite", name=name, counts=counts)
 
 
-def _after_module(_: bool, iteration: IterationState, unit: Unit, inputs: Any, output: Any) -> None:
+def _after_module(
+    _: bool, iteration: IterationState, unit: Unit, inputs: Any, output: Any
+) -> None:
     outputs = list(tensors_in(output))
     for number, counts in _not_finite(unit.layout, outputs):
         which = f", tensor {number + 1} of {len(outputs)}," if len(outputs) > 1 else ""
-        _found[unit.layout] = detail("output-not-finite", which=which, unit=unit.name, counts=counts)
+        _found[unit.layout] = detail(
+            "output-not-finite", which=which, unit=unit.name, counts=counts
+        )
 
 
-def _after_gradient(gradient: Gradient | None, layout: Layout, *, with_unreduced: bool) -> None:
+def _after_gradient(
+    gradient: Gradient | None, layout: Layout, *, with_unreduced: bool
+) -> None:
     if gradient is None:
         return
     parts = gradient.parts
@@ -110,12 +124,18 @@ def _after_gradient(gradient: Gradient | None, layout: Layout, *, with_unreduced
 
 
 @torch.no_grad()
-def _not_finite(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[tuple[int, str]]:
+def _not_finite(
+    layout: Layout, tensors: Sequence[torch.Tensor]
+) -> list[tuple[int, str]]:
     """The first tensor with values that are not finite: its number, and their counts. Empty after the first record."""
     if layout in _found:
         return []
     values = [local_tensor(tensor.detach()) for tensor in tensors]
-    sums = [value.sum() for value in values if value.is_floating_point() or value.is_complex()]
+    sums = [
+        value.sum()
+        for value in values
+        if value.is_floating_point() or value.is_complex()
+    ]
     # One check for all of them, so that the CPU waits for an accelerator only once.
     if not sums or bool(sum(sums[1:], sums[0]).isfinite()):
         return []
@@ -124,7 +144,12 @@ def _not_finite(layout: Layout, tensors: Sequence[torch.Tensor]) -> list[tuple[i
         num_inf = int(value.isinf().sum())
         # There may be none, because a sum of finite values can overflow.
         if num_nan or num_inf:
-            return [(number, f"{num_nan} nan and {num_inf} inf among {value.numel()} values")]
+            return [
+                (
+                    number,
+                    f"{num_nan} nan and {num_inf} inf among {value.numel()} values",
+                )
+            ]
     return []
 
 
@@ -135,11 +160,15 @@ def _after_forward(_: Any, root_state: RootState, output: Any) -> None:
     # In an evaluation without communication, ranks may reach this point at different times or not at all.
     if any(unit.phase is Phase.SUMMONED for unit in root_state.units):
         return
-    if root_state.iteration.is_recorded or any(unit.plan.mesh.shard is not None for unit in root_state.units):
+    if root_state.iteration.is_recorded or any(
+        unit.plan.mesh.shard is not None for unit in root_state.units
+    ):
         _agree(root_state.units, "forward", root_state.fail_forward)
 
 
-def _agree(units: Sequence[Unit], what: str, clean_up: Callable[[], None] | None = None) -> None:
+def _agree(
+    units: Sequence[Unit], what: str, clean_up: Callable[[], None] | None = None
+) -> None:
     """Raises an error on every rank if any rank has a record. All ranks of the root must call it.
 
     Args:
@@ -151,7 +180,11 @@ def _agree(units: Sequence[Unit], what: str, clean_up: Callable[[], None] | None
     groups = groups_of(plan.mesh for unit in units for plan in unit.plans)
     if not units or not _any_rank(groups, bool(mine), units[0].layout.device):
         return
-    places = [f"rank {rank}: {place}" for rank, found in exchange(groups, mine).items() for place in found]
+    places = [
+        f"rank {rank}: {place}"
+        for rank, found in exchange(groups, mine).items()
+        for place in found
+    ]
     if clean_up is not None:
         clean_up()
     raise RuntimeError(message("not-finite", what=what, places="\n".join(places)))

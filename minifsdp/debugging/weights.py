@@ -31,13 +31,21 @@ def check_weights() -> Iterator[None]:
     with (
         warn_about_late_units("weights"),
         attached(Wrapper, "_initialize", _compare_in_wrapper),
-        attached(fully_shard, "compare_while_debugging", lambda _, params: compare_sharded(params)),
+        attached(
+            fully_shard,
+            "compare_while_debugging",
+            lambda _, params: compare_sharded(params),
+        ),
     ):
         yield
 
 
 def _compare_in_wrapper(
-    _: None, wrapper: Wrapper, modules: list[tuple[str, nn.Module]], *_arguments: Any, **_options: Any
+    _: None,
+    wrapper: Wrapper,
+    modules: list[tuple[str, nn.Module]],
+    *_arguments: Any,
+    **_options: Any,
 ) -> None:
     if parameters := owned_parameters(modules, wrapper._ignored_params, is_flattened):
         compare(type(wrapper.module).__name__, parameters.items(), wrapper._mesh)

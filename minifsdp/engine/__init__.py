@@ -11,6 +11,7 @@ From the bottom layer to the top. Each module uses only modules above it in this
 ``precision``       the dtype at each step
 ``lifetime``        when memory can be reused; the rate limiter
 ``shards``          how a single parameter is sharded
+``exchange``        objects, and functions of ``torch.distributed``, outside of a step
 ``layout``          the interface for storing a unit's parameters
 ``placeholder``     the placeholder for a parameter that is not available
 ``changes``         values that a forward has written into unsharded parameters
@@ -19,7 +20,7 @@ From the bottom layer to the top. Each module uses only modules above it in this
 ``flat_gradients``  the gradients of these parameters
 ``flat``            layout 1: one flat tensor, and views of it
 ``sharded_param``   one parameter: its local shard, DTensor and leaf
-``bucket``          the bucket of all other parameters: contiguous shards
+``bucket``          the memory of parameters: contiguous shards
 ``per_param``       layout 2: one DTensor for each parameter
 ``reduce``          gradient reduction
 ``unit``            the state machine: all-gather, wait, reshard

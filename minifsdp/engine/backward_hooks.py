@@ -8,7 +8,8 @@ complete. The layout determines how to detect this, so there are two kinds of ho
    A unit without trainable parameters has no gradient to wait for: its backward ends when the gradients of its inputs
    are computed, or, if no input needs a gradient, at the end of backward.
 2. *Inputs hooks.* With one leaf for each parameter, the leaves that get a gradient can differ between backwards. So the
-   module gets views of its inputs. When the gradients of these views are computed, the backward of the unit is done.
+   module gets views of its inputs. When the gradients of these views are computed, the backward of the unit is done:
+   the views are older than every other node of the unit, and autograd runs the newest node first.
    If no input needs a gradient, the end of backward handles the unit (`InputsHooks.is_overdue`).
 
 Three mechanisms:
@@ -67,12 +68,18 @@ class LeafHooks:
     """
 
     def __init__(
-        self, unit: Unit, pre_backward: UnitCallback, post_backward: UnitCallback, close: UnitCallback
+        self,
+        unit: Unit,
+        pre_backward: UnitCallback,
+        post_backward: UnitCallback,
+        close: UnitCallback,
     ) -> None:
         self._unit = unit
         self._post_backward = post_backward
         self._close = close
-        self._pre_backward: Callable[[torch.Tensor], None] = lambda _: pre_backward(unit)
+        self._pre_backward: Callable[[torch.Tensor], None] = lambda _: pre_backward(
+            unit
+        )
 
     def watch_inputs(self, inputs: Any) -> Any:
         """Called before a forward; returns ``inputs`` as the unit's module must receive them."""
@@ -85,13 +92,17 @@ class LeafHooks:
             Whether a backward can follow.
         """
         unit = self._unit
-        is_registered = register_pre_backward_hook(output, self._pre_backward, inputs=inputs)
+        is_registered = register_pre_backward_hook(
+            output, self._pre_backward, inputs=inputs
+        )
         if is_registered and not any(map(_REQUIRES_GRAD, unit.layout.leaves)):
             # If the unit is used more than once, it stays unsharded for the other uses until the end of backward.
             unit.num_uses += 1
             hooked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
             if hooked:
-                register_multi_grad_hook(hooked, lambda _: self._close(unit) if unit.num_uses == 1 else None)
+                register_multi_grad_hook(
+                    hooked, lambda _: self._close(unit) if unit.num_uses == 1 else None
+                )
         return is_registered
 
     def is_overdue(self) -> bool:
@@ -107,12 +118,17 @@ class InputsHooks(LeafHooks):
         if not torch.is_grad_enabled() or self._unit.phase is not Phase.FORWARD:
             return inputs
         others: list[torch.Tensor] = []
-        watched = [tensor for tensor in tensors_in(inputs, others) if tensor.requires_grad]
+        watched = [
+            tensor for tensor in tensors_in(inputs, others) if tensor.requires_grad
+        ]
         if not watched:
             return inputs
-        has_list = not {list, dict}.isdisjoint(map(type, (*inputs[0], *inputs[1].values())))
+        has_list = not {list, dict}.isdisjoint(
+            map(type, (*inputs[0], *inputs[1].values()))
+        )
         if has_list or (others and any(tensor.requires_grad for tensor in others)):
-            # The module may change a container that is not a tuple, so it needs the caller's object.
+            # The module may change an argument that is a list or dict, or another container, so it needs the caller's
+            # object. A list inside a tuple is copied.
             # Hooks on the caller's tensors run later, because they also wait for the caller's other operations.
             register_multi_grad_hook(watched, self._reached)
             return inputs
@@ -126,7 +142,9 @@ class InputsHooks(LeafHooks):
         else:
             register_multi_grad_hook(views, self._reached)
         left = iter(views)
-        return map_tensors(lambda tensor: next(left) if tensor.requires_grad else tensor, inputs)
+        return map_tensors(
+            lambda tensor: next(left) if tensor.requires_grad else tensor, inputs
+        )
 
     def _reached(self, gradients: Any) -> None:
         if torch.is_grad_enabled():
@@ -140,21 +158,32 @@ class InputsHooks(LeafHooks):
             self._post_backward(self._unit)
 
     def watch_output(self, inputs: Any, output: Any) -> bool:
-        """Registers the pre-backward hook, except on inputs that the module returns unchanged."""
-        return register_pre_backward_hook(output, self._pre_backward, apart_from=inputs, inputs=inputs)
+        """Registers the pre-backward hook, except on inputs that the module returns unchanged in a container."""
+        return register_pre_backward_hook(
+            output, self._pre_backward, apart_from=inputs, inputs=inputs
+        )
 
     def is_overdue(self) -> bool:
         """Whether gradients remain to be reduced: no input needed a gradient, or autograd did not reach the inputs."""
         unit = self._unit
-        if unit.phase is Phase.PRE_BACKWARD or any(leaf.grad is not None for leaf in unit.layout.leaves):
+        if unit.phase is Phase.PRE_BACKWARD or any(
+            leaf.grad is not None for leaf in unit.layout.leaves
+        ):
             return True
         return unit.policy.reduces and unit.layout.has_unreduced
 
 
 def register_pre_backward_hook(
-    output: Any, notify: Callable[[torch.Tensor], None], *, apart_from: Any = (), inputs: Any = ()
+    output: Any,
+    notify: Callable[[torch.Tensor], None],
+    *,
+    apart_from: Any = (),
+    inputs: Any = (),
 ) -> bool:
-    """Calls ``notify`` when the gradient of any tensor in ``output`` is computed, except those in ``apart_from``.
+    """Calls ``notify`` when the gradient of any tensor in ``output`` is computed.
+
+    Tensors of a container that are also in ``apart_from`` get no hook, because their gradients may have other parts. An
+    output that is a single tensor always gets the hook.
 
     If ``output`` is None, the tensors in ``inputs`` get the hook instead (note 3).
 
@@ -166,8 +195,14 @@ def register_pre_backward_hook(
         tensors = list(tensors_in(inputs))
     elif not isinstance(output, torch.Tensor):
         left_out = {id(tensor) for tensor in tensors_in(apart_from)}
-        tensors = [tensor for tensor in tensors_in(output) if id(tensor) not in left_out]
-        if not tensors and hasattr(output, "__dict__") and not isinstance(output, nn.Module):
+        tensors = [
+            tensor for tensor in tensors_in(output) if id(tensor) not in left_out
+        ]
+        if (
+            not tensors
+            and hasattr(output, "__dict__")
+            and not isinstance(output, nn.Module)
+        ):
             # An object of a user's class.
             tensors = list(tensors_in(vars(output)))
     is_registered = False
@@ -175,7 +210,10 @@ def register_pre_backward_hook(
         if tensor.requires_grad:
             is_registered = True
             tensor.register_hook(notify)
-            if forward_ad._current_level >= 0 and (tangent := forward_ad.unpack_dual(tensor).tangent) is not None:
+            if (
+                forward_ad._current_level >= 0
+                and (tangent := forward_ad.unpack_dual(tensor).tangent) is not None
+            ):
                 # The tangent of forward-mode differentiation has a graph of its own.
                 register_pre_backward_hook(tangent, notify)
             if tensor._base is not None and tensor._base.grad_fn is not None:
@@ -184,5 +222,7 @@ def register_pre_backward_hook(
         elif torch._C._functorch.is_batchedtensor(tensor):
             # A tensor inside ``torch.vmap`` is a view of the batch, which has the graph. No parameters are kept for its
             # backward, which may never run.
-            register_pre_backward_hook(torch._C._functorch.get_unwrapped(tensor), notify)
+            register_pre_backward_hook(
+                torch._C._functorch.get_unwrapped(tensor), notify
+            )
     return is_registered

@@ -83,14 +83,29 @@ class Source:
         self.group = group
         self.sizes = sizes
         self.local = local
-        num, rank = self.num_shards, self.rank = (1, 0) if group is None else (group.size, group.rank)
-        self.shapes = [shard_shape(param.shape, param.dim, num, rank) for param in params]
+        num, rank = self.num_shards, self.rank = (
+            (1, 0) if group is None else (group.size, group.rank)
+        )
+        self.shapes = [
+            shard_shape(param.shape, param.dim, num, rank) for param in params
+        ]
         parts = zip(local.split(sizes), self.shapes, strict=True)
-        self.local_shards = [with_own_storage(part[: shape.numel()].view(shape)) for part, shape in parts]
-        self.targets = [space[: num * size].view(num, size) for space, size in zip(spaces, sizes, strict=True)]
+        self.local_shards = [
+            with_own_storage(part[: shape.numel()].view(shape)) for part, shape in parts
+        ]
+        self.targets = [
+            space[: num * size].view(num, size)
+            for space, size in zip(spaces, sizes, strict=True)
+        ]
         self.is_split_only = group is None or not any(param.dim for param in params)
-        transport = None if group is None or not self.targets[0].is_cpu else group.transport
-        self.sends_each = transport is not None and self.is_split_only and transport.sends_each(self.targets)
+        transport = (
+            None if group is None or not self.targets[0].is_cpu else group.transport
+        )
+        self.sends_each = (
+            transport is not None
+            and self.is_split_only
+            and transport.sends_each(self.targets)
+        )
 
     def copy_in(self, values: Sequence[torch.Tensor]) -> None:
         """Copies the values of each shard, unless they are already in its memory."""
@@ -122,12 +137,18 @@ class Bucket:
 
     kind: object = None
 
-    def __init__(self, params: Sequence[ShardedParam], local_shards: Sequence[torch.Tensor], options: Options) -> None:
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        local_shards: Sequence[torch.Tensor],
+        options: Options,
+    ) -> None:
         group = params[0].mesh_groups.shard
         num = params[0].num_shards
         sizes = [param.chunk_numel for param in params]
         stored = local_shards[0].dtype
         place = options.storage_device(local_shards[0])
+        # Where the parameters are computed with, and in which dtype.
         self.params = params
         self.device = options.device
         self.dtype = options.precision.computes_in(stored)
@@ -139,15 +160,24 @@ class Bucket:
         if options.pin and place.type == "cpu" and self.device.type != "cpu":
             self.local = self.local.pin_memory()
         # 4. The compute memory is the memory of the shards.
-        self.is_borrowed = group is None and self.dtype is stored and self.local.device == self.device
+        self.is_borrowed = (
+            group is None and self.dtype is stored and self.local.device == self.device
+        )
         numels = [self._aligned(num * size) for size in sizes]
-        unsharded = self.local if self.is_borrowed else torch.empty(sum(numels), dtype=self.dtype, device=self.device)
+        unsharded = (
+            self.local
+            if self.is_borrowed
+            else torch.empty(sum(numels), dtype=self.dtype, device=self.device)
+        )
         self._storage = unsharded.untyped_storage()
         self._unsharded = unsharded.data
         self.spaces = list(self._unsharded.split(numels))
         # 3. `.data` gives each leaf its own version counter: an all-gather must not look like an in-place change.
         shapes = [param.shape for param in params]
-        views = [space.data[: shape.numel()].view(shape) for space, shape in zip(self.spaces, shapes, strict=True)]
+        views = [
+            space.data[: shape.numel()].view(shape)
+            for space, shape in zip(self.spaces, shapes, strict=True)
+        ]
         self.leaves = [nn.Parameter(view, requires_grad=False) for view in views]
         # Without other ranks, or with one parameter, the data is already sorted. But on an accelerator, the leaves'
         # memory would then belong to the communication stream. Only the copy-out makes its reuse safe.
@@ -194,7 +224,13 @@ class Bucket:
             # 2. Nothing to sort.
             self._storage.resize_(self._unsharded.nbytes)
         if source.sends_each:
-            return [(collectives.all_gather_each, source.targets, source.local.split(source.sizes))]
+            return [
+                (
+                    collectives.all_gather_each,
+                    source.targets,
+                    source.local.split(source.sizes),
+                )
+            ]
         local_shard = source.local
         num = source.num_shards
         numel = source.local.numel()
@@ -203,7 +239,11 @@ class Bucket:
         else:
             buffer = self._unsharded[: num * numel]
         self._in_flight = buffer, source, comm_stream
-        if local_shard.dtype is not self.dtype or local_shard.device != self.device or source.group is None:
+        if (
+            local_shard.dtype is not self.dtype
+            or local_shard.device != self.device
+            or source.group is None
+        ):
             # 1. Memory for the cast.
             local_shard = buffer[source.rank * numel : (source.rank + 1) * numel]
             local_shard.copy_(source.local, non_blocking=True)
@@ -215,11 +255,15 @@ class Bucket:
         self._in_flight = None
         if in_flight is not None and self._copies:
             self._storage.resize_(self._unsharded.nbytes)
-            self._stream = None if self.device.type == "cpu" else current_stream(self.device)
+            self._stream = (
+                None if self.device.type == "cpu" else current_stream(self.device)
+            )
             buffer, source, comm_stream = in_flight
             sorted_by_rank = buffer.view(source.num_shards, -1)
             if source.is_split_only:
-                torch.split_with_sizes_copy(sorted_by_rank, source.sizes, dim=1, out=source.targets)
+                torch.split_with_sizes_copy(
+                    sorted_by_rank, source.sizes, dim=1, out=source.targets
+                )
             else:
                 self._concatenate(sorted_by_rank, source)
             # The buffer's memory returns to its stream, which must not reuse it before the copy is done.
@@ -228,19 +272,27 @@ class Bucket:
     def _concatenate(self, sorted_by_rank: torch.Tensor, source: Source) -> None:
         """The copy-out for parameters that are sharded along a dim other than the first."""
         parts = sorted_by_rank.split(source.sizes, dim=1)
-        each = zip(self.params, source.shapes, parts, source.targets, self.leaves, strict=True)
+        each = zip(
+            self.params, source.shapes, parts, source.targets, self.leaves, strict=True
+        )
         for param, shape, part, target, leaf in each:
             if param.dim == 0:
                 target.copy_(part)
             else:
                 # Every shard has this shape, because the dim is divisible.
-                torch.cat([local_shard.view(shape) for local_shard in part], dim=param.dim, out=leaf.data)
+                torch.cat(
+                    [local_shard.view(shape) for local_shard in part],
+                    dim=param.dim,
+                    out=leaf.data,
+                )
 
     def free(self) -> None:
         """Frees the memory of `leaves`. Nearly always it was allocated and read on one stream, so no wait is needed."""
         self._in_flight = None
         if not self.is_borrowed:
-            if self._stream is not None and self._stream != (stream := current_stream(self.device)):
+            if self._stream is not None and self._stream != (
+                stream := current_stream(self.device)
+            ):
                 # Units that stay unsharded can be used on several streams of the user.
                 self._unsharded.record_stream(stream)
             self._storage.resize_(0)
@@ -258,7 +310,10 @@ class Bucket:
 
 
 def assign_to_buckets(
-    params: Sequence[ShardedParam], local_shards: Sequence[torch.Tensor], options: Options, before: Sequence[Bucket]
+    params: Sequence[ShardedParam],
+    local_shards: Sequence[torch.Tensor],
+    options: Options,
+    before: Sequence[Bucket],
 ) -> list[Bucket]:
     """Assigns each parameter to a bucket of one dtype and mesh, and copies its new local shard into the bucket.
 
@@ -271,9 +326,18 @@ def assign_to_buckets(
     groups: dict[Any, dict[ShardedParam, torch.Tensor]] = {}
     for param, local_shard in zip(params, local_shards, strict=True):
         # 6. A parameter that a case takes is alone in its bucket.
-        create: Any = next((case.create for case in options.cases if case.takes(param, local_shard)), Bucket)
+        create: Any = next(
+            (case.create for case in options.cases if case.takes(param, local_shard)),
+            Bucket,
+        )
         alone = None if create is Bucket else param
-        kind = create, alone, local_shard.dtype, options.storage_device(local_shard), param.mesh_groups
+        kind = (
+            create,
+            alone,
+            local_shard.dtype,
+            options.storage_device(local_shard),
+            param.mesh_groups,
+        )
         groups.setdefault(kind, {})[param] = local_shard
     buckets: list[Bucket] = []
     for kind, shards_by_param in groups.items():
@@ -281,7 +345,14 @@ def assign_to_buckets(
         inside = list(shards_by_param)
         shards = list(shards_by_param.values())
         # The bucket from before, or a new one.
-        bucket = next((bucket for bucket in before if bucket.kind == kind and bucket.params == inside), None)
+        bucket = next(
+            (
+                bucket
+                for bucket in before
+                if bucket.kind == kind and bucket.params == inside
+            ),
+            None,
+        )
         if bucket is None:
             bucket = create(inside, shards, options)
             bucket.kind = kind

@@ -36,15 +36,24 @@ def check_equal_changes(changed: Mapping[str, torch.Tensor], mesh: MeshGroups) -
     Raises:
         RuntimeError: if the values differ, on every rank.
     """
-    hashes = [torch.hash_tensor(value.detach()).view(torch.int64).to(torch.float64) for value in changed.values()]
+    hashes = [
+        torch.hash_tensor(value.detach()).view(torch.int64).to(torch.float64)
+        for value in changed.values()
+    ]
     mine = torch.stack(hashes)
     for group in (mesh.shard, mesh.replicate):
         if group is not None:
             all_ranks = mine.new_empty(group.size * len(hashes))
             collectives.all_gather(group, all_ranks, mine).wait()
             # A difference becomes nan, which the next group then finds as well.
-            mine = torch.where((all_ranks.view(group.size, -1) == mine).all(dim=0), mine, torch.nan)
-    different = [name for name, is_nan in zip(changed, mine.isnan().tolist(), strict=True) if is_nan]
+            mine = torch.where(
+                (all_ranks.view(group.size, -1) == mine).all(dim=0), mine, torch.nan
+            )
+    different = [
+        name
+        for name, is_nan in zip(changed, mine.isnan().tolist(), strict=True)
+        if is_nan
+    ]
     if different:
         raise RuntimeError(message("changed-in-forward", parameters=different))
 

@@ -8,8 +8,8 @@ FSDP is built on three collectives. Two ranks, a tensor of four elements::
 
 The last two *sum*. Training needs the *mean* over all ranks, so the sum is divided by their number: see `Scaling`.
 Dividing after the sum costs least, because then only this rank's shard must be divided. In float16 the sum itself can
-overflow (the largest value is 65504), so one part of the division happens before the sum and one part after it. Both
-divisors are powers of two, as close to the square root as possible: 8 ranks divide by 4 before and by 2 after the sum.
+overflow (the largest value is 65504), so one part of the division happens before the sum and one part after it. The
+first divisor is a power of two, close to the square root: 8 ranks divide by 4 before and by 2 after the sum.
 
 Backends do not support complex numbers, so their real and imaginary parts are summed. Collectives that only copy send
 bytes if gloo or NCCL does not support the dtype.
@@ -61,13 +61,28 @@ ALL_REDUCE = on_current_stream(c10d.AllreduceOptions())
 # torch 2.13 introduced the new names; earlier versions have only the old ones.
 _IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
 GATHER_METHOD = "all_gather_single" if _IS_RENAMED else "_allgather_base"
-_REDUCE_SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
+_REDUCE_SCATTER_METHOD = (
+    "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
+)
 
 # Both gloo and NCCL can send these dtypes, and other dtypes as bytes.
-SENDABLE = {torch.half, torch.bfloat16, torch.float, torch.double, torch.uint8, torch.int, torch.long}
+SENDABLE = {
+    torch.half,
+    torch.bfloat16,
+    torch.float,
+    torch.double,
+    torch.uint8,
+    torch.int,
+    torch.long,
+}
 
 
-def all_gather(group: Group, output: torch.Tensor, local_shard: torch.Tensor, unit: str | None = None) -> Handle:
+def all_gather(
+    group: Group,
+    output: torch.Tensor,
+    local_shard: torch.Tensor,
+    unit: str | None = None,
+) -> Handle:
     """All-gather: fills ``output`` with the shards of all ranks, one after the other, in order of their position.
 
     Every rank of the group must call it.
@@ -78,16 +93,21 @@ def all_gather(group: Group, output: torch.Tensor, local_shard: torch.Tensor, un
         local_shard: 1-D, contiguous, the same number of elements on every rank.
         unit: the name of the unit, if the collective belongs to a unit. The functions below have the same argument.
     """
-    carrier = group.process_group if group.transport is None or not output.is_cpu else group.transport
-    method = getattr(carrier, GATHER_METHOD)
+    transport = group.transport if output.is_cpu else None
+    method = getattr(transport or group.process_group, GATHER_METHOD)
     sent = [output, local_shard]
     if output.dtype not in SENDABLE:
         sent = [tensor.view(torch.uint8) for tensor in sent]
-    return events.collective("all-gather", group, [output], method, (*sent, GATHER), unit)
+    return events.collective(
+        "all-gather", group, [output], method, (*sent, GATHER), unit
+    )
 
 
 def all_gather_each(
-    group: Group, outputs: Sequence[torch.Tensor], local_shards: Sequence[torch.Tensor], unit: str | None = None
+    group: Group,
+    outputs: Sequence[torch.Tensor],
+    local_shards: Sequence[torch.Tensor],
+    unit: str | None = None,
 ) -> Handle:
     """All-gathers several tensors at once by the transport of the group, without sorting the result.
 
@@ -99,11 +119,17 @@ def all_gather_each(
         local_shards: each 1-D, in one memory as well; cast to the dtype of its output.
     """
     method = group.transport.all_gather_each
-    return events.collective("all-gather", group, outputs, method, (outputs, local_shards), unit)
+    return events.collective(
+        "all-gather", group, outputs, method, (outputs, local_shards), unit
+    )
 
 
 def reduce_scatter(
-    group: Group, local_shard: torch.Tensor, whole: torch.Tensor, unit: str | None = None, parts: Sequence[int] = ()
+    group: Group,
+    local_shard: torch.Tensor,
+    whole: torch.Tensor,
+    unit: str | None = None,
+    parts: Sequence[int] = (),
 ) -> Handle:
     """Reduce-scatter: fills ``local_shard`` with this rank's part of the sum of ``whole`` over the group.
 
@@ -113,20 +139,33 @@ def reduce_scatter(
     if whole.is_complex():
         local_shard = torch.view_as_real(local_shard)
         whole = torch.view_as_real(whole)
-    carrier = group.process_group if group.transport is None or not whole.is_cpu else group.transport
-    method = getattr(carrier, _REDUCE_SCATTER_METHOD)
+    transport = group.transport if whole.is_cpu else None
+    method = getattr(transport or group.process_group, _REDUCE_SCATTER_METHOD)
+    sent = (local_shard, whole, _REDUCE_SCATTER)
     return events.collective(
-        "reduce-scatter", group, [whole], method, (local_shard, whole, _REDUCE_SCATTER), unit, parts
+        "reduce-scatter", group, [whole], method, sent, unit, parts
     )
 
 
 def all_reduce(
-    group: Group, tensor: torch.Tensor, unit: str | None = None, parts: Sequence[int] = (), kind: str = "all-reduce"
+    group: Group,
+    tensor: torch.Tensor,
+    unit: str | None = None,
+    parts: Sequence[int] = (),
+    kind: str = "all-reduce",
 ) -> Handle:
     """All-reduce: sums ``tensor`` over the group, in place. Every rank of the group must call it."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
-    return events.collective(kind, group, [tensor], group.process_group.allreduce, ([tensor], ALL_REDUCE), unit, parts)
+    return events.collective(
+        kind,
+        group,
+        [tensor],
+        group.process_group.allreduce,
+        ([tensor], ALL_REDUCE),
+        unit,
+        parts,
+    )
 
 
 @dataclass(frozen=True)

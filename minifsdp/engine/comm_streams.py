@@ -40,7 +40,14 @@ import torch
 
 from minifsdp.engine.events import COMPLETED, Handle, events
 
-__all__ = ["COMPLETED", "CommStream", "CommStreams", "Handle", "compute_event", "current_stream"]
+__all__ = [
+    "COMPLETED",
+    "CommStream",
+    "CommStreams",
+    "Handle",
+    "compute_event",
+    "current_stream",
+]
 
 
 class _EventHandle:
@@ -84,11 +91,15 @@ class CommStream:
         self.stream: Any = None
         if device.type != "cpu":
             # Collectives get a high priority: they need little GPU time, and other work always waits for them.
-            self.stream = torch.get_device_module(device).Stream(device=device, priority=-1)
+            self.stream = torch.get_device_module(device).Stream(
+                device=device, priority=-1
+            )
 
     def __enter__(self) -> CommStream:
         if self.stream is not None:
-            self._contexts.append(torch.get_device_module(self._device).stream(self.stream))
+            self._contexts.append(
+                torch.get_device_module(self._device).stream(self.stream)
+            )
             self._contexts[-1].__enter__()
         return self
 
@@ -103,7 +114,9 @@ class CommStream:
             event: an accelerator event of the compute stream, to wait only for the work before it.
         """
         if self.stream is not None:
-            self.stream.wait_event(compute_event(self._device) if event is None else event)
+            self.stream.wait_event(
+                compute_event(self._device) if event is None else event
+            )
 
     def join(self) -> None:
         """The exception to rule 2: the compute stream waits for all work, because no caller waited for its handles."""

@@ -28,7 +28,7 @@ An observer of a barrier is an object with these attributes:
 An observer of optimizers is an object with these methods:
 
 =======================  ============================================================================================
-``sharded``              modules become a unit; gets pairs of path and module
+``sharded``              modules were sharded; gets pairs of path and module
 ``unreduced``            the gradients of a unit are kept for a later reduction; gets its layout
 ``new_optimizer``        an optimizer steps for the first time, its groups have changed, or there is a new unit; gets
                          the optimizer, the layouts whose parameters it holds, and all layouts
@@ -36,7 +36,8 @@ An observer of optimizers is an object with these methods:
 ``gradients_ready``      the optimizer reads the gradients next; gets the optimizer and these layouts
 =======================  ============================================================================================
 
-Worked example, one unit that is sharded over two ranks, one iteration::
+Worked example, one unit of ``FullyShardedDataParallel`` that is sharded over two ranks, one iteration. A collective is
+a call of `Events.collective`::
 
     sharded                      once
     forward_begins
@@ -45,6 +46,7 @@ Worked example, one unit that is sharded over two ranks, one iteration::
     backward_begins
         collective, collective   the all-gather and the reduce-scatter
     backward_ends, reduced, left
+    new_optimizer                once
     step_begins, gradients_ready
 
 A transport sends CPU tensors instead of a process group. ``minifsdp/__init__.py`` attaches it. Without a transport, the

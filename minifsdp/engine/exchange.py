@@ -44,13 +44,19 @@ def use_device(process_group: Any, device: torch.device) -> None:
 
 def device_of(group: Group) -> torch.device | None:
     """The accelerator of the last model over the process group, or the one that the group was created for."""
-    return _devices.get(group.process_group) or getattr(group.process_group, "bound_device_id", None)
+    return _devices.get(group.process_group) or getattr(
+        group.process_group, "bound_device_id", None
+    )
 
 
 def on_device_of(group: Group) -> Any:
     """A ``with`` block in which the group's accelerator is the current device."""
     device = device_of(group)
-    return nullcontext() if device is None else torch.get_device_module(device).device(device)
+    return (
+        nullcontext()
+        if device is None
+        else torch.get_device_module(device).device(device)
+    )
 
 
 def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
@@ -58,10 +64,18 @@ def broadcast(group: Group, tensor: torch.Tensor, source: int = 0) -> None:
     sent = tensor if tensor.dtype in collectives.SENDABLE else tensor.view(torch.uint8)
     options = collectives.on_current_stream(c10d.BroadcastOptions())
     options.rootRank = source
-    events.collective("broadcast", group, [tensor], group.process_group.broadcast, ([sent], options)).wait()
+    events.collective(
+        "broadcast", group, [tensor], group.process_group.broadcast, ([sent], options)
+    ).wait()
 
 
-def call(function: Callable[..., Any], group: Group, *arguments: Any, about: str = "", **options: Any) -> None:
+def call(
+    function: Callable[..., Any],
+    group: Group,
+    *arguments: Any,
+    about: str = "",
+    **options: Any,
+) -> None:
     """Calls a blocking collective function of ``torch.distributed`` for ``group``. Every rank must call it.
 
     All ranks must pass the same text ``about``, which describes the values.
@@ -89,9 +103,13 @@ def groups_of(meshes: Iterable[MeshGroups]) -> list[Group]:
     """
     chosen = list(meshes)
     groups = [mesh.shard for mesh in chosen] + [mesh.replicate for mesh in chosen]
-    existing = dict.fromkeys(group for group in groups if group is not None and exists(group.process_group))
+    existing = dict.fromkeys(
+        group for group in groups if group is not None and exists(group.process_group)
+    )
     # In a simulation, one process runs all ranks and nothing is sent.
-    return [group for group in existing if dist.get_backend(group.process_group) != "fake"]
+    return [
+        group for group in existing if dist.get_backend(group.process_group) != "fake"
+    ]
 
 
 def exchange(groups: Sequence[Group], mine: T) -> dict[int, T]:
@@ -100,7 +118,9 @@ def exchange(groups: Sequence[Group], mine: T) -> dict[int, T]:
     With several groups, each exchange includes the values received in the previous ones.
     """
     # A tensor of an accelerator would arrive on the accelerator with the same index, which belongs to another rank.
-    known = {rank_of_this_process(): move(torch.device("cpu"), mine) if groups else mine}
+    known = {
+        rank_of_this_process(): move(torch.device("cpu"), mine) if groups else mine
+    }
     for group in groups:
         others: list[Any] = [None] * group.size
         call(dist.all_gather_object, group, others, known)

@@ -2,9 +2,9 @@
 
 The engine trains models whose graph is simple: the loss depends on the output of the root, each unit's parameters are
 used in its forward, and one backward follows. A *case* is a rare situation beyond that, for example a unit that returns
-its parameters. Each case is a class in ``minifsdp/cases``. The front end passes the classes to the root state, which
-creates one object of each. The object adds its methods to the lists of `ExtensionPoints`. The engine calls them, and
-knows no case.
+its parameters. Each case of a step is a class in ``minifsdp/cases``. The front end passes the classes to the root
+state, which creates one object of each. The object adds its methods to the lists of `ExtensionPoints`. The engine calls
+them, and knows no case.
 
 Worked example, one step with one unit, and the points in the order of their calls::
 
@@ -15,7 +15,7 @@ Worked example, one step with one unit, and the points in the order of their cal
         unit_backward           (backward of the unit)   held_gradient
     backward_ends
 
-A case may set `Unit.is_held`. The unit then stays unsharded until its gradients are complete.
+A case may set `Unit.is_held`. The unit then stays unsharded until the end of the backward that computes its gradients.
 
 *In torch:* no extension points. FSDP1 and FSDP2 have no code for most of these cases.
 

@@ -36,8 +36,18 @@ from minifsdp.engine import collectives, lifetime
 from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.flat_gradients import FlatGradients
-from minifsdp.engine.flat_params import RegisteredFlatParam, RegisteredOrigParams, RegisteredParams, check_uniform_dtype
-from minifsdp.engine.flat_tensor import FlatSharding, UnshardedTensor, distributed_tensor, memory_orders
+from minifsdp.engine.flat_params import (
+    RegisteredFlatParam,
+    RegisteredOrigParams,
+    RegisteredParams,
+    check_uniform_dtype,
+)
+from minifsdp.engine.flat_tensor import (
+    FlatSharding,
+    UnshardedTensor,
+    distributed_tensor,
+    memory_orders,
+)
 from minifsdp.engine.layout import Gradient, Layout, ParamInfo, Steps, replaced_error
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import MeshGroups
@@ -88,13 +98,22 @@ class FlatLayout(Layout):
         self.offloads = offload
         self.use_orig_params = use_orig_params
         self.parameters = list(parameters.values())
-        self.specs = [original._spec if isinstance(original, DTensor) else None for original in parameters]
+        self.specs = [
+            original._spec if isinstance(original, DTensor) else None
+            for original in parameters
+        ]
         self.is_distributed = any(spec is not None for spec in self.specs)
         values = [local_tensor(original.detach()) for original in parameters]
         self.local_shapes = [value.shape for value in values]
-        self.sharding = FlatSharding(tuple(value.numel() for value in values), mesh.num_shards, memory_orders(values))
+        self.sharding = FlatSharding(
+            tuple(value.numel() for value in values),
+            mesh.num_shards,
+            memory_orders(values),
+        )
         self.shard_range = self.sharding.shard_range(mesh.shard_index)
-        shard = self.sharding.make_shard(values, mesh.shard_index).to("cpu" if offload else device)
+        shard = self.sharding.make_shard(values, mesh.shard_index).to(
+            "cpu" if offload else device
+        )
         if offload and device.type != "cpu":
             shard = shard.pin_memory()
         self.registered: RegisteredParams = (
@@ -129,7 +148,11 @@ class FlatLayout(Layout):
         # Placeholders raise an error without a guard.
         self._guards = guards_for(self.parameters) if use_orig_params or always else []
         self._is_guarded = False
-        self._assign(self.views_of(self._unsharded.leaf) if always else self.registered.sharded_params)
+        self._assign(
+            self.views_of(self._unsharded.leaf)
+            if always
+            else self.registered.sharded_params
+        )
 
     # --- the unsharded tensor ---
 
@@ -139,9 +162,20 @@ class FlatLayout(Layout):
         dtype = shard.dtype if stored else self._precision.computes_in(shard.dtype)
         if dtype not in self._variants:
             # If the unit is neither sharded nor cast, it computes in the memory of the shard.
-            borrows = self.mesh.shard is None and dtype is shard.dtype and shard.device == self.device
-            unsharded = UnshardedTensor(self.sharding.padded_numel, dtype, self.device, shard if borrows else None)
-            unsharded.leaf.register_post_accumulate_grad_hook(functools.partial(_complete, weakref.ref(self)))
+            borrows = (
+                self.mesh.shard is None
+                and dtype is shard.dtype
+                and shard.device == self.device
+            )
+            unsharded = UnshardedTensor(
+                self.sharding.padded_numel,
+                dtype,
+                self.device,
+                shard if borrows else None,
+            )
+            unsharded.leaf.register_post_accumulate_grad_hook(
+                functools.partial(_complete, weakref.ref(self))
+            )
             self._variants[dtype] = unsharded
         self._unsharded = self._variants[dtype]
         self.is_copied = self.mesh.shard is None and not self._unsharded.is_borrowed
@@ -151,7 +185,11 @@ class FlatLayout(Layout):
         self.dtype = dtype
         self.num_bytes = self._unsharded.num_bytes
 
-    def on_gradient(self, notify: Callable[[], None] | None, before_concat: Callable[..., None] | None = None) -> bool:
+    def on_gradient(
+        self,
+        notify: Callable[[], None] | None,
+        before_concat: Callable[..., None] | None = None,
+    ) -> bool:
         """Sets the functions that a hook of the leaf calls when the unsharded gradient is complete."""
         self._on_gradient = notify
         self._before_concat = before_concat
@@ -165,7 +203,10 @@ class FlatLayout(Layout):
             return
         assigned = self._assigned
         for dictionary, attribute, index in self._attributes:
-            if attribute.name not in dictionary or dictionary[attribute.name] is not assigned[index]:
+            if (
+                attribute.name not in dictionary
+                or dictionary[attribute.name] is not assigned[index]
+            ):
                 raise replaced_error(self, attribute)
 
     @lifetime.outside_inference_mode
@@ -198,16 +239,27 @@ class FlatLayout(Layout):
                 # A cast, or a copy to the device, writes to this rank's part of the all-gather output.
                 local_shard = output.alias[self.shard_range]
                 local_shard.copy_(shard, non_blocking=True)
-            work = COMPLETED if group is None else collectives.all_gather(group, output.alias, local_shard, self.name)
+            work = (
+                COMPLETED
+                if group is None
+                else collectives.all_gather(group, output.alias, local_shard, self.name)
+            )
             return comm_stream.handle(work)
 
     def free(self) -> ReleaseEvent | None:
         """Releases the memory of the unsharded tensor, unless it is the memory of the shard."""
-        return None if self._unsharded.is_borrowed else lifetime.release(self._unsharded.alias)
+        return (
+            None
+            if self._unsharded.is_borrowed
+            else lifetime.release(self._unsharded.alias)
+        )
 
     def is_stale(self) -> bool:
         """Whether the shard has changed since the last all-gather. A copy without an all-gather is always stale."""
-        return self.is_copied or self._last_all_gather != (self.steps.count, self.registered.stamp())
+        return self.is_copied or self._last_all_gather != (
+            self.steps.count,
+            self.registered.stamp(),
+        )
 
     # --- the attributes of modules ---
 
@@ -237,17 +289,26 @@ class FlatLayout(Layout):
                 self._call_hooks_for(views)
             notify = self._before_concat
             is_split = not self.sharding.is_single
-            if notify is not None and is_split and leaf.requires_grad and not self.is_distributed:
+            if (
+                notify is not None
+                and is_split
+                and leaf.requires_grad
+                and not self.is_distributed
+            ):
                 # Register on the backward of the split, which runs after the backward of the view and its permutation.
                 node: Any = views[0].grad_fn.next_functions[0][0]  # type: ignore[union-attr]
-                (node.next_functions[0][0] if 0 in self.sharding.orders else node).register_prehook(notify)
+                (
+                    node.next_functions[0][0] if 0 in self.sharding.orders else node
+                ).register_prehook(notify)
         self._assign(views)
 
     def _call_hooks_for(self, views: Sequence[torch.Tensor]) -> None:
         """Makes autograd call the user's tensor hooks with the gradients of ``views``, before they are reduced."""
         for view, sharded in zip(views, self.registered.sharded_params, strict=True):
             # The user may have registered the first hook on the view.
-            sharded._backward_hooks = hooks = sharded._backward_hooks or view._backward_hooks
+            sharded._backward_hooks = hooks = (
+                sharded._backward_hooks or view._backward_hooks
+            )
             if hooks and view.grad_fn is not None and view._backward_hooks is not hooks:
                 view._backward_hooks = hooks
                 view.grad_fn._register_hook_dict(view)
@@ -255,7 +316,9 @@ class FlatLayout(Layout):
     def use_kept_params(self, *, is_kept: bool) -> None:
         """Assigns the sharded tensors, unless the strategy keeps original parameters unsharded (ORIG-09)."""
         if is_kept and self._shows_kept:
-            for view, original in zip(self._assigned, self.registered.sharded_params, strict=True):
+            for view, original in zip(
+                self._assigned, self.registered.sharded_params, strict=True
+            ):
                 # The user may register hooks on the view.
                 vars(view)["original"] = original
         else:
@@ -267,7 +330,10 @@ class FlatLayout(Layout):
         if self._unsharded.is_borrowed and not self.use_orig_params:
             self._assign(self._lasting_views())
             return
-        if self._unsharded.leaf._version != self._unsharded.version and not self._unsharded.is_borrowed:
+        if (
+            self._unsharded.leaf._version != self._unsharded.version
+            and not self._unsharded.is_borrowed
+        ):
             self._keep_changes()
         if self._assigned is not sharded_params:
             self._assign(sharded_params)
@@ -280,7 +346,11 @@ class FlatLayout(Layout):
         """
         unsharded = self._unsharded
         if unsharded.lasting_views is None:
-            with torch.inference_mode(False), torch.enable_grad(), _disable_current_modes():
+            with (
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                _disable_current_modes(),
+            ):
                 unsharded.lasting_views = self.views_of(unsharded.leaf, by_split=False)
         return unsharded.lasting_views
 
@@ -290,7 +360,9 @@ class FlatLayout(Layout):
         shard = self.registered.shard
         unsharded.version = unsharded.leaf._version
         check_equal_changes({self.name: unsharded.alias}, self.mesh)
-        self.overwrite_local(changed_values(unsharded.alias[self.shard_range], shard.detach()))
+        self.overwrite_local(
+            changed_values(unsharded.alias[self.shard_range], shard.detach())
+        )
 
     def _assign(self, tensors: Sequence[torch.Tensor]) -> None:
         self._assigned = tensors
@@ -300,13 +372,18 @@ class FlatLayout(Layout):
             dictionary[attribute.name] = tensors[index]
             if attribute.second_places:
                 attribute.update_second_places(tensors[index])
-        is_unfit = tensors is self.registered.sharded_params or self._on_gradient is None
+        is_unfit = (
+            tensors is self.registered.sharded_params or self._on_gradient is None
+        )
         if self._guards and self._is_guarded is not is_unfit:
             self._update_guards()
 
     def _update_guards(self) -> None:
         """Adds or removes the forward guards. Sharded modules and modules without a gradient callback must not run."""
-        is_unfit = self._assigned is self.registered.sharded_params or self._on_gradient is None
+        is_unfit = (
+            self._assigned is self.registered.sharded_params
+            or self._on_gradient is None
+        )
         self._is_guarded = is_unfit and not self.is_summoned
         for hooks, hook in self._guards:
             if self._is_guarded:
@@ -342,13 +419,21 @@ class FlatLayout(Layout):
 
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Adds ``gradient`` to the unreduced gradient in ``.grad``."""
-        self.gradients.keep_unreduced(gradient.parts[0].clone() if self._is_shared else gradient.parts[0])
+        self.gradients.keep_unreduced(
+            gradient.parts[0].clone() if self._is_shared else gradient.parts[0]
+        )
 
-    def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
+    def pack(
+        self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False
+    ) -> torch.Tensor:
         """Returns the flat gradient in ``dtype``. A flat gradient is already packed."""
         part = gradient.parts[0]
         is_copied = is_written and self._is_shared
-        return part.to(dtype, copy=is_copied) if is_copied or part.dtype is not dtype else part
+        return (
+            part.to(dtype, copy=is_copied)
+            if is_copied or part.dtype is not dtype
+            else part
+        )
 
     def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
         """Casts on the device, because a cast on the CPU would wait for the copy. PyTorch pins the copy's memory."""
@@ -386,11 +471,16 @@ class FlatLayout(Layout):
         self.registered.overwrite(shard)
         self._is_written = True
 
-    def views_of(self, flat: torch.Tensor, *, by_split: bool = True) -> list[torch.Tensor]:
+    def views_of(
+        self, flat: torch.Tensor, *, by_split: bool = True
+    ) -> list[torch.Tensor]:
         """The parameters in an unsharded flat tensor: views in the original shapes, or DTensors of them."""
         views = self.sharding.views(flat, self.local_shapes, by_split=by_split)
         if self.is_distributed:
-            views = [distributed_tensor(view, spec) for view, spec in zip(views, self.specs, strict=True)]
+            views = [
+                distributed_tensor(view, spec)
+                for view, spec in zip(views, self.specs, strict=True)
+            ]
         for index, attributes in self.registered.user_attributes:
             vars(views[index]).update({**attributes, **vars(views[index])})
         return views
@@ -406,13 +496,22 @@ class FlatLayout(Layout):
         self._update_guards()
         return full_params
 
-    def remove_full_params(self, full_params: Sequence[nn.Parameter]) -> list[ParamInfo]:
+    def remove_full_params(
+        self, full_params: Sequence[nn.Parameter]
+    ) -> list[ParamInfo]:
         """Registers the sharded parameters again. Returns the attributes that the user replaced meanwhile."""
         self.is_summoned = False
-        found = [(info, info.module._parameters.pop(info.name, None), index) for _, info, index in self._attributes]
+        found = [
+            (info, info.module._parameters.pop(info.name, None), index)
+            for _, info, index in self._attributes
+        ]
         self._assign(self._assigned)
         self.registered.use_sharded_params()
-        return [info for info, parameter, index in found if parameter is not full_params[index]]
+        return [
+            info
+            for info, parameter, index in found
+            if parameter is not full_params[index]
+        ]
 
 
 def _complete(this: weakref.ref[FlatLayout], leaf: torch.Tensor) -> None:

@@ -26,7 +26,11 @@ Spec: SHARD-06, NOSYNC-02, NOSYNC-05, NOSYNC-10, FWD-07, FWD-08, MP-11, MP-12, O
 
 import torch
 
-from minifsdp.engine.flat_params import RegisteredParams, assign_gradient, assign_gradients
+from minifsdp.engine.flat_params import (
+    RegisteredParams,
+    assign_gradient,
+    assign_gradients,
+)
 from minifsdp.engine.layout import users_hooks
 
 
@@ -51,7 +55,9 @@ class FlatGradients:
 
     def add_reduced(self, shard: torch.Tensor) -> None:
         """Adds a shard of a reduced gradient to ``.grad`` of the trained parameters."""
-        for parameter, part in zip(self._parameters, self._registered.parts(shard), strict=True):
+        for parameter, part in zip(
+            self._parameters, self._registered.parts(shard), strict=True
+        ):
             # An original parameter without elements on this rank gets no gradient.
             if not parameter.requires_grad or (part is not shard and 0 in part.shape):
                 continue
@@ -69,27 +75,41 @@ class FlatGradients:
     @property
     def has_unreduced(self) -> bool:
         """Whether there is a ``.grad`` that was not reduced."""
-        return self._reduced is not None and any(parameter.grad is not None for parameter in self._parameters)
+        return self._reduced is not None and any(
+            parameter.grad is not None for parameter in self._parameters
+        )
 
     def keep_unreduced(self, gradient: torch.Tensor) -> None:
         """Adds ``gradient`` to the unreduced gradient. Stores an existing reduced gradient elsewhere meanwhile."""
         before = self.take_unreduced()
         if before is not None:
-            gradient = before.add_(gradient) if before.dtype is gradient.dtype else before + gradient
+            gradient = (
+                before.add_(gradient)
+                if before.dtype is gradient.dtype
+                else before + gradient
+            )
         self._reduced = [parameter.grad for parameter in self._parameters]
         parts = self._registered.unsharded_parts(gradient)
         # With several parts, this attribute holds the gradient. With a flat parameter, only `.grad` holds it.
         self._unreduced = None if parts[0] is gradient else gradient
         self._version = gradient._version
-        self._had_values = [old is not None and part.any() for old, part in zip(self._reduced, parts, strict=True)]
+        self._had_values = [
+            old is not None and part.any()
+            for old, part in zip(self._reduced, parts, strict=True)
+        ]
         pairs = zip(self._parameters, parts, strict=True)
-        assign_gradients(self._parameters, [part if parameter.requires_grad else None for parameter, part in pairs])
+        assign_gradients(
+            self._parameters,
+            [part if parameter.requires_grad else None for parameter, part in pairs],
+        )
 
     def take_unreduced(self) -> torch.Tensor | None:
         """Removes and returns the unreduced gradient, and restores the reduced one in ``.grad``, if any."""
         if self._reduced is None:
             return None
-        unreduced = self._parameters[0].grad if self._unreduced is None else self._unreduced
+        unreduced = (
+            self._parameters[0].grad if self._unreduced is None else self._unreduced
+        )
         reduced = self._reduced
         self._reduced = None
         self._unreduced = None
@@ -98,13 +118,18 @@ class FlatGradients:
         any_left = False
         is_edited = unreduced._version != self._version
         parts = self._registered.unsharded_parts(unreduced)
-        for parameter, before, part, had_values in zip(self._parameters, reduced, parts, self._had_values, strict=True):
+        for parameter, before, part, had_values in zip(
+            self._parameters, reduced, parts, self._had_values, strict=True
+        ):
             if parameter.grad is None:
                 # zero_grad() was called for all parameters or for this one. It also clears the reduced gradient.
                 part.zero_()
                 continue
             any_left = True
-            if parameter.grad.data_ptr() != part.data_ptr() and parameter.grad.shape == part.shape:
+            if (
+                parameter.grad.data_ptr() != part.data_ptr()
+                and parameter.grad.shape == part.shape
+            ):
                 # The user has assigned another gradient. PyTorch allows this size only if the unit is not sharded.
                 part.copy_(parameter.grad)
             parameter.grad = None

@@ -117,7 +117,9 @@ class RegisteredParams(ABC):
 
     def stamp(self) -> object:
         """Differs from an earlier stamp if values were changed in place, or memory was replaced, in between."""
-        return list(map(_VERSION, self.parameters)), list(map(_ADDRESS, self.parameters))
+        return list(map(_VERSION, self.parameters)), list(
+            map(_ADDRESS, self.parameters)
+        )
 
 
 class RegisteredFlatParam(RegisteredParams):
@@ -132,23 +134,50 @@ class RegisteredFlatParam(RegisteredParams):
         ValueError: if some parameters are frozen and some are trained. The message has the names of both.
     """
 
-    def __init__(self, module: nn.Module, parameters: Mapping[nn.Parameter, ParamInfo], shard: torch.Tensor) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        parameters: Mapping[nn.Parameter, ParamInfo],
+        shard: torch.Tensor,
+    ) -> None:
         frozen = _frozen_among_trained(parameters)
         if frozen:
-            trained = [info.path for original, info in parameters.items() if original.requires_grad]
-            raise ValueError(message("mixed-requires-grad", type=type(module).__name__, trained=trained, frozen=frozen))
-        flat_param = nn.Parameter(shard, requires_grad=next(iter(parameters)).requires_grad)
+            trained = [
+                info.path
+                for original, info in parameters.items()
+                if original.requires_grad
+            ]
+            raise ValueError(
+                message(
+                    "mixed-requires-grad",
+                    type=type(module).__name__,
+                    trained=trained,
+                    frozen=frozen,
+                )
+            )
+        flat_param = nn.Parameter(
+            shard, requires_grad=next(iter(parameters)).requires_grad
+        )
         # `isinstance` and other frameworks recognize torch's FlatParameter by these attributes.
         flat_param._is_flat_param = flat_param._fsdp_flattened = True  # type: ignore[attr-defined]
-        placeholders = [PlaceholderParameter(p, info.path, flat_param) for p, info in parameters.items()]
-        never = [info.path for original, info in parameters.items() if original._post_accumulate_grad_hooks]
+        placeholders = [
+            PlaceholderParameter(p, info.path, flat_param)
+            for p, info in parameters.items()
+        ]
+        never = [
+            info.path
+            for original, info in parameters.items()
+            if original._post_accumulate_grad_hooks
+        ]
         if never:
             warn(message("hooks-on-replaced", parameters=never))
         super().__init__(parameters, flat_param, [flat_param], placeholders)
         self._module = module
         for index, attributes in self.user_attributes:
             vars(placeholders[index]).update(attributes)
-        for (original, info), placeholder in zip(parameters.items(), placeholders, strict=True):
+        for (original, info), placeholder in zip(
+            parameters.items(), placeholders, strict=True
+        ):
             placeholder._backward_hooks = original._backward_hooks
             for attribute in info.attributes:
                 delattr(attribute.module, attribute.name)
@@ -180,9 +209,16 @@ class RegisteredOrigParams(RegisteredParams):
     """
 
     def __init__(
-        self, parameters: Mapping[nn.Parameter, ParamInfo], shard: torch.Tensor, sharding: FlatSharding, index: int
+        self,
+        parameters: Mapping[nn.Parameter, ParamInfo],
+        shard: torch.Tensor,
+        sharding: FlatSharding,
+        index: int,
     ) -> None:
-        registered = [_ordinary(p) if isinstance(p, DTensor) or p.is_inference() else p for p in parameters]
+        registered = [
+            _ordinary(p) if isinstance(p, DTensor) or p.is_inference() else p
+            for p in parameters
+        ]
         super().__init__(parameters, shard, registered, registered)
         self._sharding = sharding
         self._shapes = [parameter.shape for parameter in registered]
@@ -206,7 +242,9 @@ class RegisteredOrigParams(RegisteredParams):
         for original, view in zip(self.parameters, views, strict=True):
             original.grad = None
             if isinstance(view, DTensor):
-                full_params.append(nn.Parameter(view, requires_grad=original.requires_grad))
+                full_params.append(
+                    nn.Parameter(view, requires_grad=original.requires_grad)
+                )
             else:
                 original.data = view
                 full_params.append(original)
@@ -237,14 +275,23 @@ class RegisteredOrigParams(RegisteredParams):
             RuntimeError: if the new tensor has another number of elements.
         """
         has_copied = False
-        for path, original, view in zip(self._paths, self.parameters, self._shard_views, strict=True):
+        for path, original, view in zip(
+            self._paths, self.parameters, self._shard_views, strict=True
+        ):
             # Both addresses are 0 for empty tensors. A transposed view has the same address.
-            if original.data_ptr() == view.data_ptr() and original.stride() == view.stride():
+            if (
+                original.data_ptr() == view.data_ptr()
+                and original.stride() == view.stride()
+            ):
                 continue
             found = original.numel()
             expected = view.numel()
             if found != expected:
-                raise RuntimeError(message("wrong-size", parameter=path, found=found, expected=expected))
+                raise RuntimeError(
+                    message(
+                        "wrong-size", parameter=path, found=found, expected=expected
+                    )
+                )
             view.copy_(original.data.contiguous().reshape(view.shape))
             original.data = view
             # The parameter has its old address again. Only the new version marks an unsharded copy as stale.
@@ -256,12 +303,16 @@ class RegisteredOrigParams(RegisteredParams):
         """Creates a new shard if dtype or device of the parameters have changed, and copies their values into it."""
         first = self.parameters[0]
         if first.dtype is not self.shard.dtype or first.device != self.shard.device:
-            self.shard = torch.zeros_like(self.shard, device=first.device, dtype=first.dtype)
+            self.shard = torch.zeros_like(
+                self.shard, device=first.device, dtype=first.dtype
+            )
             self._shard_views = self.parts(self.shard)
             self.write_back()
 
 
-def assign_gradients(parameters: Sequence[nn.Parameter], gradients: Iterable[torch.Tensor | None]) -> None:
+def assign_gradients(
+    parameters: Sequence[nn.Parameter], gradients: Iterable[torch.Tensor | None]
+) -> None:
     """Sets the ``.grad`` of each parameter."""
     for parameter, gradient in zip(parameters, gradients, strict=True):
         parameter.grad = None
@@ -274,7 +325,11 @@ def assign_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
 
     PyTorch rejects such an assignment. So ``parameter.data`` is set to the gradient during the assignment.
     """
-    if gradient.shape == parameter.shape and gradient.dtype is parameter.dtype and gradient.device == parameter.device:
+    if (
+        gradient.shape == parameter.shape
+        and gradient.dtype is parameter.dtype
+        and gradient.device == parameter.device
+    ):
         parameter.grad = gradient
         return
     data = parameter.data
@@ -283,7 +338,9 @@ def assign_gradient(parameter: nn.Parameter, gradient: torch.Tensor) -> None:
     parameter.data = data
 
 
-def check_uniform_dtype(module: nn.Module, parameters: Mapping[nn.Parameter, ParamInfo]) -> None:
+def check_uniform_dtype(
+    module: nn.Module, parameters: Mapping[nn.Parameter, ParamInfo]
+) -> None:
     """Checks that the parameters can be one flat tensor: they have one dtype, and autograd supports it.
 
     Raises:
@@ -296,25 +353,36 @@ def check_uniform_dtype(module: nn.Module, parameters: Mapping[nn.Parameter, Par
     first = next(iter(parameters))
     if not (first.is_floating_point() or first.is_complex()):
         paths = ", ".join(info.path for info in parameters.values())
-        raise ValueError(message("integer-parameters", type=kind, dtype=dtypes[0], parameters=paths))
+        raise ValueError(
+            message("integer-parameters", type=kind, dtype=dtypes[0], parameters=paths)
+        )
 
 
 def _ordinary(original: nn.Parameter) -> nn.Parameter:
     """A parameter that replaces a ``DTensor`` or an inference tensor. It becomes a view of the shard later."""
     local = local_tensor(original.detach())
-    ordinary = nn.Parameter(local.new_empty(()).expand(local.shape), requires_grad=original.requires_grad)
+    ordinary = nn.Parameter(
+        local.new_empty(()).expand(local.shape), requires_grad=original.requires_grad
+    )
     share_hooks(original, ordinary)
     return ordinary
 
 
-def _user_attributes(parameters: Iterable[nn.Parameter]) -> list[tuple[int, dict[str, object]]]:
+def _user_attributes(
+    parameters: Iterable[nn.Parameter],
+) -> list[tuple[int, dict[str, object]]]:
     """The attributes that the user has set on parameters. Modules may read them in forward."""
     # Skip attributes of a tensor subclass.
-    own = [{name: value for name, value in vars(p).items() if name not in vars(p.detach())} for p in parameters]
+    own = [
+        {name: value for name, value in vars(p).items() if name not in vars(p.detach())}
+        for p in parameters
+    ]
     return [(index, attributes) for index, attributes in enumerate(own) if attributes]
 
 
 def _frozen_among_trained(parameters: Mapping[nn.Parameter, ParamInfo]) -> list[str]:
     """The names of the frozen parameters if other parameters are trained; empty otherwise."""
-    frozen = [info.path for original, info in parameters.items() if not original.requires_grad]
+    frozen = [
+        info.path for original, info in parameters.items() if not original.requires_grad
+    ]
     return frozen if len(frozen) < len(parameters) else []

@@ -57,14 +57,25 @@ from minifsdp.engine.messages import message
 from minifsdp.engine.shards import local_tensor
 
 
-def distributed_tensor(view: torch.Tensor, spec: dtensor_spec.DTensorSpec | None) -> torch.Tensor:
+def distributed_tensor(
+    view: torch.Tensor, spec: dtensor_spec.DTensorSpec | None
+) -> torch.Tensor:
     """The ``DTensor`` of a view, for tensor parallelism, or the view itself; differentiable."""
     if spec is None:
         return view
-    return DTensor.from_local(view, spec.mesh, spec.placements, run_check=False, shape=spec.shape, stride=spec.stride)
+    return DTensor.from_local(
+        view,
+        spec.mesh,
+        spec.placements,
+        run_check=False,
+        shape=spec.shape,
+        stride=spec.stride,
+    )
 
 
-def local_values(value: torch.Tensor, spec: dtensor_spec.DTensorSpec | None, local_shape: torch.Size) -> torch.Tensor:
+def local_values(
+    value: torch.Tensor, spec: dtensor_spec.DTensorSpec | None, local_shape: torch.Size
+) -> torch.Tensor:
     """The local values of an unsharded or distributed ``value`` for a parameter. Does not communicate.
 
     Args:
@@ -72,7 +83,11 @@ def local_values(value: torch.Tensor, spec: dtensor_spec.DTensorSpec | None, loc
         spec: the parameter's spec if it is a DTensor.
         local_shape: the shape of its local tensor.
     """
-    if spec is not None and not isinstance(value, DTensor) and value.shape != local_shape:
+    if (
+        spec is not None
+        and not isinstance(value, DTensor)
+        and value.shape != local_shape
+    ):
         value = distribute_tensor(value, spec.mesh, spec.placements, src_data_rank=None)
     return local_tensor(value)
 
@@ -84,7 +99,10 @@ def memory_orders(values: Sequence[torch.Tensor]) -> dict[int, list[int]]:
     """
     orders = {}
     for number, value in enumerate(values):
-        dims = sorted(range(value.ndim), key=lambda dim: (-value.stride()[dim], value.shape[dim] == 1))
+        dims = sorted(
+            range(value.ndim),
+            key=lambda dim: (-value.stride()[dim], value.shape[dim] == 1),
+        )
         if dims != sorted(dims) and value.permute(dims).is_contiguous():
             orders[number] = dims
     return orders
@@ -107,7 +125,12 @@ class FlatSharding:
         is_single: whether the flat tensor is one parameter without padding.
     """
 
-    def __init__(self, numels: tuple[int, ...], num_shards: int, orders: dict[int, list[int]] | None = None) -> None:
+    def __init__(
+        self,
+        numels: tuple[int, ...],
+        num_shards: int,
+        orders: dict[int, list[int]] | None = None,
+    ) -> None:
         if num_shards < 1:
             raise ValueError(message("no-ranks", num_shards=num_shards))
         self.numels = numels
@@ -136,21 +159,29 @@ class FlatSharding:
         """The range of parameter ``number``, counted from its own start, that rank ``index`` stores. Can be empty."""
         first = sum(self.numels[:number]) - index * self.shard_numel
         start = min(max(-first, 0), self.numels[number])
-        return slice(start, max(start, min(self.shard_numel - first, self.numels[number])))
+        return slice(
+            start, max(start, min(self.shard_numel - first, self.numels[number]))
+        )
 
     def make_shard(self, values: Sequence[torch.Tensor], index: int) -> torch.Tensor:
         """The shard of rank ``index`` of the concatenated ``values``, in its own memory."""
         flat = values[0].new_zeros(self.padded_numel)
-        for view, value in zip(self.views(flat, [value.shape for value in values]), values, strict=True):
+        for view, value in zip(
+            self.views(flat, [value.shape for value in values]), values, strict=True
+        ):
             view.copy_(value)
         # Without the clone, the shard would keep the memory of the unsharded tensor alive.
         return flat if self.num_shards == 1 else flat[self.shard_range(index)].clone()
 
     def flattened(self, number: int, value: torch.Tensor) -> torch.Tensor:
         """The elements of a value for parameter ``number``, in the order of the flat tensor."""
-        return (value.permute(self.orders[number]) if number in self.orders else value).reshape(-1)
+        return (
+            value.permute(self.orders[number]) if number in self.orders else value
+        ).reshape(-1)
 
-    def views(self, flat: torch.Tensor, shapes: Sequence[torch.Size], *, by_split: bool = True) -> list[torch.Tensor]:
+    def views(
+        self, flat: torch.Tensor, shapes: Sequence[torch.Size], *, by_split: bool = True
+    ) -> list[torch.Tensor]:
         """Views of the parameters in a padded flat tensor, in their shapes and memory formats.
 
         Args:
@@ -161,14 +192,22 @@ class FlatSharding:
         """
         parts: Sequence[torch.Tensor]
         if not by_split:
-            parts = [flat[start:stop] for start, stop in pairwise(accumulate(self.numels, initial=0))]
+            parts = [
+                flat[start:stop]
+                for start, stop in pairwise(accumulate(self.numels, initial=0))
+            ]
         else:
-            parts = [flat] if self.is_single else flat.split_with_sizes(self.split_sizes)
+            parts = (
+                [flat] if self.is_single else flat.split_with_sizes(self.split_sizes)
+            )
         # A vector needs no view. The first parameter always has one, so it is never `flat` itself. The padding comes
         # last and has no shape.
         first = parts[0]
         pairs = zip(parts, shapes, strict=False)
-        views = [part.view(shape) if part is first or part.shape != shape else part for part, shape in pairs]
+        views = [
+            part.view(shape) if part is first or part.shape != shape else part
+            for part, shape in pairs
+        ]
         for number, dims in self.orders.items() if self.orders else ():
             stored = parts[number].view([shapes[number][dim] for dim in dims])
             views[number] = stored.movedim(sorted(dims), dims)
@@ -192,9 +231,19 @@ class UnshardedTensor:
         version: the version of `leaf` at the last check for changes by the user.
     """
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device, lender: torch.Tensor | None) -> None:
+    def __init__(
+        self,
+        numel: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        lender: torch.Tensor | None,
+    ) -> None:
         self.is_borrowed = lender is not None
-        tensor = torch.empty(numel, dtype=dtype, device=device) if lender is None else lender.detach()
+        tensor = (
+            torch.empty(numel, dtype=dtype, device=device)
+            if lender is None
+            else lender.detach()
+        )
         self.num_bytes = numel * tensor.element_size()
         # 2. `.data` has its own version counter, `.detach()` does not.
         self.alias = tensor.data

@@ -2,10 +2,10 @@
 
 ::
 
-    pre_forward      all-gather, prefetch the next unit, wait, register the unsharded parameters
+    pre_forward      all-gather, wait, register the unsharded parameters, prefetch the next unit
       (the module)
-    post_forward     reshard, and register the pre-backward hook on the output
-    pre_backward     after the gradient of the output is computed: all-gather, prefetch, wait, register
+    post_forward     register the pre-backward hook on the output, and reshard
+    pre_backward     after the gradient of the output is computed: all-gather, wait, register, prefetch
       (autograd)
     post_backward    after the gradients of all parameters are computed: reshard, prefetch, reduce
     end_backward     after autograd is done: complete the last reduction, clean up
@@ -28,8 +28,8 @@ running. Two rules change:
    may still need the same parameters for its recomputation.
 
 6. The graph that a backward with ``create_graph=True`` records refers to the parameters, and no hook of a module's
-   output precedes its nodes. So the units in it stay unsharded until the gradients of their parameters are computed, or
-   until the parameters change.
+   output precedes its nodes. So the units in it stay unsharded until the end of the backward that computes the
+   gradients of their parameters, or until the parameters change.
 
 Rare cases add code at the points of ``extension_points.py``, for example a unit that returns its parameters.
 
@@ -45,7 +45,11 @@ import torch
 from torch.autograd import Variable
 
 from minifsdp.engine import backward_hooks
-from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task, register_pre_backward_hook
+from minifsdp.engine.backward_hooks import (
+    NOT_IN_BACKWARD,
+    graph_task,
+    register_pre_backward_hook,
+)
 from minifsdp.engine.events import events
 from minifsdp.engine.extension_points import ExtensionPoints
 from minifsdp.engine.messages import message
@@ -74,7 +78,13 @@ class IterationState:
         is_open: whether a backward has ended and its iteration has not.
     """
 
-    def __init__(self, units: list[Unit], reducer: Reducer, observers: list[Any], schedule: Schedule) -> None:
+    def __init__(
+        self,
+        units: list[Unit],
+        reducer: Reducer,
+        observers: list[Any],
+        schedule: Schedule,
+    ) -> None:
         self.units = units
         self.reducer = reducer
         self.observers = observers
@@ -88,9 +98,17 @@ class IterationState:
         # 2. Created once, not in each forward. The kind depends on the layout.
         self.backward_hooks: dict[Unit, backward_hooks.LeafHooks] = {}
         for unit in units:
-            has_leaf_hook = unit.layout.on_gradient(partial(self.post_backward, unit), reducer.before_concat)
-            kind = backward_hooks.LeafHooks if has_leaf_hook else backward_hooks.InputsHooks
-            self.backward_hooks[unit] = kind(unit, self.pre_backward, self.post_backward, self._close)
+            has_leaf_hook = unit.layout.on_gradient(
+                partial(self.post_backward, unit), reducer.before_concat
+            )
+            kind = (
+                backward_hooks.LeafHooks
+                if has_leaf_hook
+                else backward_hooks.InputsHooks
+            )
+            self.backward_hooks[unit] = kind(
+                unit, self.pre_backward, self.post_backward, self._close
+            )
 
     # --- forward ---
 
@@ -109,7 +127,10 @@ class IterationState:
         # Prefetch only now, because the all-gather buffer of this unit has been freed.
         if torch.is_grad_enabled():
             self.schedule.enter(unit)
-            if self.schedule.forward_prefetch and (next_one := self.schedule.next_forward(unit)) is not None:
+            if (
+                self.schedule.forward_prefetch
+                and (next_one := self.schedule.next_forward(unit)) is not None
+            ):
                 next_one.unshard()
         for ahead in unit.policy.prefetch_in_forward or ():
             ahead.unshard()
@@ -134,7 +155,9 @@ class IterationState:
         """
         for extend in self.points.unit_output:
             output = extend(unit, output)
-        return output, torch.is_grad_enabled() and self.backward_hooks[unit].watch_output(inputs, output)
+        return output, torch.is_grad_enabled() and self.backward_hooks[
+            unit
+        ].watch_output(inputs, output)
 
     def leave_forward(self, unit: Unit, *, is_recorded: bool) -> None:
         """Ends the forward of the unit. Call `watch_output` for the outputs of all its modules first."""
@@ -171,11 +194,13 @@ class IterationState:
             Variable._execution_engine.queue_callback(self.end_backward)
 
     def pre_backward(self, unit: Unit) -> None:
-        """The pre-backward hook. With several outputs or several forwards, only the first call has an effect."""
+        """The pre-backward hook. Until the post-backward hook has run, further calls have no effect."""
         if unit.phase is Phase.PRE_BACKWARD:
             return
         if unit.phase is Phase.SUMMONED:
-            raise RuntimeError(message("while-summoned", what="backward", unit=unit.name))
+            raise RuntimeError(
+                message("while-summoned", what="backward", unit=unit.name)
+            )
         if not self.in_backward:
             self.begin_backward()
         for extend in self.points.unit_backward:
@@ -224,6 +249,7 @@ class IterationState:
             for observer in events.optimizers:
                 observer.unreduced(unit.layout)
             return
+        # One plan for each mesh. Nearly always there is one.
         for plan in unit.plans:
             part = gradient if plan.numbers is None else gradient.only(plan.numbers)
             if part.parts:
@@ -235,7 +261,11 @@ class IterationState:
                 ahead.unshard()
             return
         next_one = self.schedule.next_backward(unit)
-        if next_one is not None and next_one.awaits_backward and next_one.policy.unshards_in_backward:
+        if (
+            next_one is not None
+            and next_one.awaits_backward
+            and next_one.policy.unshards_in_backward
+        ):
             next_one.unshard()
 
     def _run_deferred_reshard(self, deferred: Unit, arriving: Unit) -> None:
@@ -254,11 +284,11 @@ class IterationState:
         if unit.policy.reshard_after_backward and not unit.is_held:
             unit.reshard()
         else:
-            # The memory is kept for the next iteration, but the user may now read the gradients.
+            # The memory is kept for the next iteration. A flat layout registers parameters that have gradients.
             unit.layout.use_kept_params(is_kept=False)
 
     def end_backward(self) -> None:
-        """3. Called when autograd is done. Afterwards the optimizer can use every gradient, and every unit is idle."""
+        """3. Called when autograd is done. Ends the iteration, unless another backward or a case does so later."""
         self.reduce_overdue()
         # A case may end this backward in another way.
         if not any(extend() for extend in self.points.backward_ends):
@@ -296,7 +326,10 @@ class IterationState:
     def reduce_overdue(self) -> None:
         """Calls the post-backward hook of the units whose hook has not run."""
         for unit in reversed(self.units):
-            if unit.phase not in (Phase.POST_BACKWARD, Phase.FORWARD) and self.backward_hooks[unit].is_overdue():
+            if (
+                unit.phase not in (Phase.POST_BACKWARD, Phase.FORWARD)
+                and self.backward_hooks[unit].is_overdue()
+            ):
                 self.post_backward(unit)
 
     def _forget_backward(self) -> None:

@@ -83,8 +83,13 @@ class Gradient:
 
     def only(self, numbers: Container[int]) -> Gradient:
         """The gradients of these parameters."""
-        chosen = [index for index, number in enumerate(self.numbers) if number in numbers]
-        return Gradient([self.parts[index] for index in chosen], [self.numbers[index] for index in chosen])
+        chosen = [
+            index for index, number in enumerate(self.numbers) if number in numbers
+        ]
+        return Gradient(
+            [self.parts[index] for index in chosen],
+            [self.numbers[index] for index in chosen],
+        )
 
 
 def owned_parameters(
@@ -134,14 +139,19 @@ class ParameterHook:
 
     def __call__(self, argument: torch.Tensor | None) -> Any:
         """Calls the user's hook with a gradient or with the parameter."""
-        is_ignored = argument is None or (self.is_skipped and isinstance(argument, nn.Parameter))
+        is_ignored = argument is None or (
+            self.is_skipped and isinstance(argument, nn.Parameter)
+        )
         self.is_skipped = False
         return None if is_ignored else self.function(argument)
 
 
 def users_hooks(hooks: Mapping[int, Any]) -> list[tuple[int, Callable[[Any], Any]]]:
     """The numbers and functions of hooks of a registered parameter."""
-    return [(key, hook.function if isinstance(hook, ParameterHook) else hook) for key, hook in hooks.items()]
+    return [
+        (key, hook.function if isinstance(hook, ParameterHook) else hook)
+        for key, hook in hooks.items()
+    ]
 
 
 def full_name(prefix: str, path: str) -> str:
@@ -168,12 +178,12 @@ class Layout(Protocol):
     """How the parameters of one unit are stored. The only autograd state that a layout changes is its own leaf tensors.
 
     Both layouts inherit from this class. Methods without a body differ between the layouts.
-    Each operation issues work on communication streams and returns a handle to wait for; see ``comm_streams.py``.
+    `all_gather` issues work on a communication stream and returns a handle to wait for; see ``comm_streams.py``.
 
     Attributes:
         name: full name of the unit's module inside the root, for messages; set by the root.
         device: the compute device.
-        dtype: dtype of the unsharded parameters.
+        dtype: dtype of the unsharded parameters; with several, one that represents all trained ones.
         num_bytes: size of the unsharded parameters, including padding.
         offloads: whether shard and gradient are on the CPU between computations.
         group: the ranks of the next all-gather; ``None`` if it needs no other rank.
@@ -204,7 +214,11 @@ class Layout(Protocol):
 
     # --- the unsharded tensor ---
 
-    def on_gradient(self, notify: Callable[[], None] | None, before_concat: Callable[..., None] | None = None) -> bool:
+    def on_gradient(
+        self,
+        notify: Callable[[], None] | None,
+        before_concat: Callable[..., None] | None = None,
+    ) -> bool:
         """Registers callbacks for the unsharded gradient; ``None`` unregisters them.
 
         Args:
@@ -272,7 +286,9 @@ class Layout(Protocol):
     def has_unreduced(self) -> bool:
         """Whether gradients saved by `keep_unreduced` are still waiting for their reduction."""
 
-    def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
+    def pack(
+        self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False
+    ) -> torch.Tensor:
         """Packs ``gradient`` for its reduction: 1-D, of ``dtype``, the shards of all ranks one after the other.
 
         Args:

@@ -98,7 +98,9 @@ class RateLimiter:
         self.num_in_flight = num_in_flight
         # A complete event implies that earlier events of its stream are complete, so the oldest event can be dropped.
         # Without the limiter, the queue keeps no event.
-        self._events: deque[ReleaseEvent] = deque(maxlen=num_in_flight if enabled else 0)
+        self._events: deque[ReleaseEvent] = deque(
+            maxlen=num_in_flight if enabled else 0
+        )
 
     def __len__(self) -> int:
         """Number of release events in the queue."""

@@ -82,7 +82,9 @@ class Group:
             # A group that torch.distributed did not create, for example a simulated group, has no global ranks.
             ranks = tuple(range(size))
         if rank < 0:
-            raise ValueError(message("not-a-member", group=f"the given process group {ranks}"))
+            raise ValueError(
+                message("not-a-member", group=f"the given process group {ranks}")
+            )
         return cls(process_group, size, rank, ranks)
 
 
@@ -112,7 +114,9 @@ class MeshGroups:
     @classmethod
     def hybrid(cls, shard: Group, replicate: Group) -> MeshGroups:
         """Several sharded copies."""
-        return cls(shard if shard.size > 1 else None, replicate if replicate.size > 1 else None)
+        return cls(
+            shard if shard.size > 1 else None, replicate if replicate.size > 1 else None
+        )
 
     @property
     def num_shards(self) -> int:
@@ -132,7 +136,9 @@ class MeshGroups:
     @property
     def is_first(self) -> bool:
         """Whether this is the first rank of the mesh, which takes the role of rank 0 where one rank acts for all."""
-        return self.shard_index == 0 and (self.replicate is None or self.replicate.rank == 0)
+        return self.shard_index == 0 and (
+            self.replicate is None or self.replicate.rank == 0
+        )
 
 
 def default_group(argument: str = "process_group") -> dist.ProcessGroup:

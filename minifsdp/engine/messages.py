@@ -60,14 +60,19 @@ def detail(entry: str, /, **values: object) -> str:
 
 def some(words: list[str] | tuple[str, ...], most: int = 10) -> str:
     """The first words of a list for a message, and the number of words that are left out."""
-    return ", ".join(words[:most]) + (f" and {len(words) - most} more" if len(words) > most else "")
+    return ", ".join(words[:most]) + (
+        f" and {len(words) - most} more" if len(words) > most else ""
+    )
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Issues a warning at a line of the program: the innermost frame outside of minifsdp and torch."""
     level = 2
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM:
+    while (
+        frame.f_back is not None
+        and frame.f_globals.get("__name__", "").partition(".")[0] in NOT_THE_PROGRAM
+    ):
         level = level + 1
         frame = frame.f_back
     warnings.warn(text, category, stacklevel=level)

@@ -43,7 +43,14 @@ from minifsdp.engine import lifetime
 from minifsdp.engine.bucket import assign_to_buckets
 from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
-from minifsdp.engine.layout import Gradient, Layout, Steps, full_name, replaced_error, users_hooks
+from minifsdp.engine.layout import (
+    Gradient,
+    Layout,
+    Steps,
+    full_name,
+    replaced_error,
+    users_hooks,
+)
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.messages import message
 from minifsdp.engine.sharded_param import (
@@ -81,14 +88,22 @@ class PerParameterLayout(Layout):
         self.offloads = options.offload
         self._pins = options.pin
         self.parameters = [param.info for param in params]
-        places = [(info, index) for index, first in enumerate(self.parameters) for info in first.attributes]
-        self._attributes = [(info.module._parameters, info, index) for info, index in places]
+        places = [
+            (info, index)
+            for index, first in enumerate(self.parameters)
+            for info in first.attributes
+        ]
+        self._attributes = [
+            (info.module._parameters, info, index) for info, index in places
+        ]
         self._handles: list[Handle] = []
         self.steps = Steps()
         self._gathered_at = object()
         self._has_copied = False
         self.post_forward_params: list[torch.Tensor] | None = None
-        self.buckets = assign_to_buckets(params, [param.local_shard for param in params], options, [])
+        self.buckets = assign_to_buckets(
+            params, [param.local_shard for param in params], options, []
+        )
         for param in params:
             param.replace_original()
         self.leaves: list[torch.Tensor] = []
@@ -98,16 +113,20 @@ class PerParameterLayout(Layout):
     @lifetime.outside_inference_mode
     def _update_buckets(self, *, is_edited: bool) -> None:
         """Copies the current values of the parameters into their buckets. Raises an error if they have two devices."""
-        self.unshard_from_full_mesh()
+        self.gather_from_own_shards()
         local_shards = [local_shard_of(param.parameter) for param in self.params]
         if len({local_shard.device for local_shard in local_shards}) > 1:
             names = [full_name(self.name, param.info.path) for param in self.params]
             devices = zip(names, local_shards, strict=True)
-            parameters = ", ".join(f"{name} ({local_shard.device})" for name, local_shard in devices)
+            parameters = ", ".join(
+                f"{name} ({local_shard.device})" for name, local_shard in devices
+            )
             raise RuntimeError(message("converted-apart", parameters=parameters))
         # From now on the values stay on the device that the user chose.
         self._options = replace(self._options, offload=False)
-        buckets = assign_to_buckets(self.params, local_shards, self._options, self.buckets)
+        buckets = assign_to_buckets(
+            self.params, local_shards, self._options, self.buckets
+        )
         for param in self.params:
             set_local_shard(param.parameter, param.local_shard)
         # Values were copied into the memory of an existing bucket or of a new bucket.
@@ -123,7 +142,9 @@ class PerParameterLayout(Layout):
                     param.use_leaf(leaf, self._options.precision.reduces_in(leaf.dtype))
         self._choose_dtype()
         self.num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
-        self.group = next((bucket.group for bucket in self.buckets if bucket.group is not None), None)
+        self.group = next(
+            (bucket.group for bucket in self.buckets if bucket.group is not None), None
+        )
         self._is_borrowed = all(bucket.is_borrowed for bucket in self.buckets)
         uses_leaves = self._registered is self.leaves
         self.local_parameters = [param.parameter for param in self.params]
@@ -132,8 +153,14 @@ class PerParameterLayout(Layout):
 
     def _choose_dtype(self) -> None:
         """Gradients of several dtypes are reduced in a dtype that can represent them all."""
-        trained = [bucket.dtype for bucket in self.buckets if any(p.parameter.requires_grad for p in bucket.params)]
-        self.dtype = functools.reduce(torch.promote_types, trained or [self.buckets[0].dtype])
+        trained = [
+            bucket.dtype
+            for bucket in self.buckets
+            if any(p.parameter.requires_grad for p in bucket.params)
+        ]
+        self.dtype = functools.reduce(
+            torch.promote_types, trained or [self.buckets[0].dtype]
+        )
 
     def _refresh(self) -> None:
         """Adapts to changes of all parameters. Raises an error if some are on the meta device."""
@@ -157,8 +184,14 @@ class PerParameterLayout(Layout):
             self._has_copied = False
         with comm_streams.all_gather as comm_stream:
             for bucket in self.buckets:
-                for issue, output, local_shard in bucket.prepare_all_gather(comm_stream):
-                    work = COMPLETED if bucket.group is None else issue(bucket.group, output, local_shard, self.name)
+                for issue, output, local_shard in bucket.prepare_all_gather(
+                    comm_stream
+                ):
+                    work = (
+                        COMPLETED
+                        if bucket.group is None
+                        else issue(bucket.group, output, local_shard, self.name)
+                    )
                     self._handles.append(comm_stream.handle(work))
         return self
 
@@ -177,7 +210,7 @@ class PerParameterLayout(Layout):
             bucket.free()
         return None if self._is_borrowed else lifetime.DONE
 
-    def unshard_from_full_mesh(self) -> None:
+    def gather_from_own_shards(self) -> None:
         """Makes the next all-gather read the optimizer's shards again."""
         post_forward_params = self.post_forward_params
         self.post_forward_params = None
@@ -191,11 +224,17 @@ class PerParameterLayout(Layout):
     def _stamp(self) -> object:
         # A DTensor counts its own in-place changes, and the bucket counts the changes of the local tensor. List
         # operators and fused kernels increase neither version, so the optimizer steps are counted as well.
-        return self.steps.count, [bucket.stamp() for bucket in self.buckets], list(map(VERSION, self.local_parameters))
+        return (
+            self.steps.count,
+            [bucket.stamp() for bucket in self.buckets],
+            list(map(VERSION, self.local_parameters)),
+        )
 
     def is_stale(self) -> bool:
         """Whether a shard has changed since the last all-gather began. A copy that was only cast is always stale."""
-        return self._gathered_at != self._stamp() or (self.group is None and not self._is_borrowed)
+        return self._gathered_at != self._stamp() or (
+            self.group is None and not self._is_borrowed
+        )
 
     # --- the attributes of modules ---
 
@@ -229,7 +268,10 @@ class PerParameterLayout(Layout):
         """
         registered = self._registered
         for dictionary, attribute, index in self._attributes:
-            if attribute.name not in dictionary or dictionary[attribute.name] is not registered[index]:
+            if (
+                attribute.name not in dictionary
+                or dictionary[attribute.name] is not registered[index]
+            ):
                 raise replaced_error(self, attribute)
         self.leaves = list(map(LEAF, self.params))
         self._register(self.leaves)
@@ -239,14 +281,22 @@ class PerParameterLayout(Layout):
 
     def use_sharded_params(self) -> None:
         """Registers the DTensors on the modules."""
-        self._register(self.local_parameters if self.post_forward_params is None else self.post_forward_params)
+        self._register(
+            self.local_parameters
+            if self.post_forward_params is None
+            else self.post_forward_params
+        )
 
     def _register(self, tensors: Sequence[torch.Tensor]) -> None:
         is_written = False
         for param in self.params:
             is_written |= param.leaf._version != param.version
             # The user has changed `requires_grad` since then.
-            if not param.leaf.requires_grad is param.parameter.requires_grad is param.is_trained:
+            if (
+                not param.leaf.requires_grad
+                is param.parameter.requires_grad
+                is param.is_trained
+            ):
                 param.toggle_requires_grad()
             if param.leaf._backward_hooks is not param.parameter._backward_hooks:
                 param.share_tensor_hooks()
@@ -260,14 +310,22 @@ class PerParameterLayout(Layout):
 
     def _keep_changes(self) -> None:
         """Copies values that the user's forward has written to the leaves into the local shards."""
-        written = [param for param in self.params if param.leaf._version != param.version]
+        written = [
+            param for param in self.params if param.leaf._version != param.version
+        ]
         for param in written:
             param.version = param.leaf._version
-        for groups in dict.fromkeys(param.mesh_groups for param in written if not self._is_borrowed):
+        for groups in dict.fromkeys(
+            param.mesh_groups for param in written if not self._is_borrowed
+        ):
             mine = [param for param in written if param.mesh_groups == groups]
-            check_equal_changes({full_name(self.name, p.info.path): p.plain_leaf for p in mine}, groups)
+            check_equal_changes(
+                {full_name(self.name, p.info.path): p.plain_leaf for p in mine}, groups
+            )
             for p in mine:
-                part = shard_of(p.plain_leaf.data, p.dim, p.num_shards, groups.shard_index)
+                part = shard_of(
+                    p.plain_leaf.data, p.dim, p.num_shards, groups.shard_index
+                )
                 p.local_shard.copy_(changed_values(part, p.local_shard))
                 self._has_copied = True
 
@@ -280,12 +338,23 @@ class PerParameterLayout(Layout):
             grad = param.leaf.grad
             param.leaf.grad = None
             # The gradient is a DTensor only with tensor parallelism.
-            part = grad if grad is None or param.leaf is param.plain_leaf else param.local_gradient(grad)
+            part = (
+                grad
+                if grad is None or param.leaf is param.plain_leaf
+                else param.local_gradient(grad)
+            )
             if with_unreduced and param.unreduced is not None:
                 part = param.unreduced if part is None else param.unreduced.add_(part)
                 param.unreduced = None
-            if part is None and self.reduces_unused and with_unreduced and param.parameter.requires_grad:
-                part = torch.zeros(param.shape, dtype=param.leaf.dtype, device=self.device)
+            if (
+                part is None
+                and self.reduces_unused
+                and with_unreduced
+                and param.parameter.requires_grad
+            ):
+                part = torch.zeros(
+                    param.shape, dtype=param.leaf.dtype, device=self.device
+                )
             if part is not None and 0 not in part.shape:
                 taken.numbers.append(number)
                 taken.parts.append(part)
@@ -299,7 +368,9 @@ class PerParameterLayout(Layout):
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
             param = self.params[number]
             if param.unreduced is None:
-                param.unreduced = part.to(self._options.precision.reduces_in(part.dtype))
+                param.unreduced = part.to(
+                    self._options.precision.reduces_in(part.dtype)
+                )
             else:
                 param.unreduced.add_(part)
 
@@ -308,7 +379,9 @@ class PerParameterLayout(Layout):
         """Whether there are unreduced gradients."""
         return any(param.unreduced is not None for param in self.params)
 
-    def pack(self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
+    def pack(
+        self, gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False
+    ) -> torch.Tensor:
         """2. Splits the gradients and sorts the shards by rank, with zeros as padding."""
         parts = []
         is_mixed = dtype.is_complex
@@ -316,7 +389,9 @@ class PerParameterLayout(Layout):
         num = self.params[gradient.numbers[0]].num_shards
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
             param = self.params[number]
-            parts.append(part if param.dim == 0 else torch.cat(part.chunk(num, param.dim)))
+            parts.append(
+                part if param.dim == 0 else torch.cat(part.chunk(num, param.dim))
+            )
             is_mixed |= part.dtype is not gradient.parts[0].dtype
             chunk_numel += param.chunk_numel
         if is_mixed:
@@ -332,7 +407,9 @@ class PerParameterLayout(Layout):
         if len(dtypes) > 1 or not self._pins:
             return local_shard
         # Cast first: the CPU cannot cast values that have not arrived. PyTorch pins the destination of this copy.
-        return local_shard.to(dtypes.pop()).to(self.params[0].local_shard.device, non_blocking=True)
+        return local_shard.to(dtypes.pop()).to(
+            self.params[0].local_shard.device, non_blocking=True
+        )
 
     def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
         """3. Adds DTensors around the parts of ``local_shard`` to ``.grad``."""
@@ -341,7 +418,9 @@ class PerParameterLayout(Layout):
         if local_shard.device != device:
             local_shard = local_shard.to(device)
         sizes = [self.params[number].chunk_numel for number in gradient.numbers]
-        for number, part in zip(gradient.numbers, local_shard.split_with_sizes(sizes), strict=True):
+        for number, part in zip(
+            gradient.numbers, local_shard.split_with_sizes(sizes), strict=True
+        ):
             param = self.params[number]
             numel = param.local_shard.numel()
             if numel < param.chunk_numel:

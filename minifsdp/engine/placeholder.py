@@ -47,9 +47,13 @@ class PlaceholderParameter(torch.Tensor):
     __torch_function__ = torch.nn.Parameter.__torch_function__
 
     @staticmethod
-    def __new__(cls, original: torch.Tensor, path: str, flat_param: torch.Tensor) -> Any:
+    def __new__(
+        cls, original: torch.Tensor, path: str, flat_param: torch.Tensor
+    ) -> Any:
         """Creates a tensor without memory."""
-        new: Any = cls._make_wrapper_subclass(cls, original.shape, dtype=original.dtype, device=original.device)
+        new: Any = cls._make_wrapper_subclass(
+            cls, original.shape, dtype=original.dtype, device=original.device
+        )
         new.path = path
         new.flat_param = flat_param
         return new
@@ -63,7 +67,9 @@ class PlaceholderParameter(torch.Tensor):
     # These attributes do not go through the dispatcher. They read or set values, or pass them to another library (which
     # would read memory that does not exist), to another process or to a file.
     data = property(_refuse, _refuse)
-    tolist = numpy = share_memory_ = __dlpack__ = __reduce_ex__ = requires_grad_ = _refuse
+    tolist = numpy = share_memory_ = __dlpack__ = __reduce_ex__ = requires_grad_ = (
+        _refuse
+    )
     # A module may read it before its unit is all-gathered. It can change between iterations.
     requires_grad = property(lambda self: self.flat_param.requires_grad, _refuse)
 
@@ -72,24 +78,41 @@ class PlaceholderParameter(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> NoReturn:
-        next(t for t in tensors_in((args, kwargs or {})) if isinstance(t, PlaceholderParameter))._refuse()
+        next(
+            t
+            for t in tensors_in((args, kwargs or {}))
+            if isinstance(t, PlaceholderParameter)
+        )._refuse()
 
 
 # The key of the guard in the forward pre-hooks of a module.
 GUARD = "minifsdp: sharded"
 
 
-def guards_for(parameters: Iterable[ParamInfo]) -> list[tuple[dict[Any, Any], Callable[..., NoReturn]]]:
+def guards_for(
+    parameters: Iterable[ParamInfo],
+) -> list[tuple[dict[Any, Any], Callable[..., NoReturn]]]:
     """For each module that has one of ``parameters``: its dict of forward pre-hooks, and a guard that raises an error.
 
     A placeholder cannot replace an original parameter that stays registered. Between computations, such a parameter is
     a 1-D view, and most operations, but not all, reject this shape. So a guard raises the error while the module has no
     weights. While the unit computes, there is no hook and no cost.
     """
-    modules = {info.module: (info.path, info.shape) for first in parameters for info in first.attributes}
-    return [(module._forward_pre_hooks, functools.partial(_raise_absent, *where)) for module, where in modules.items()]
+    modules = {
+        info.module: (info.path, info.shape)
+        for first in parameters
+        for info in first.attributes
+    }
+    return [
+        (module._forward_pre_hooks, functools.partial(_raise_absent, *where))
+        for module, where in modules.items()
+    ]
 
 
 def _raise_absent(path: str, shape: torch.Size, *hook_arguments: Any) -> NoReturn:

@@ -71,7 +71,9 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return function(value)
     if isinstance(value, PackedSequence):
         # `batch_sizes` must stay on the CPU.
-        data, order, inverse = (map_tensors(function, value[index]) for index in (0, 2, 3))
+        data, order, inverse = (
+            map_tensors(function, value[index]) for index in (0, 2, 3)
+        )
         return type(value)(data, value.batch_sizes, order, inverse)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, item) for item in value))
@@ -84,7 +86,9 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return value
     items, attributes = map_tensors(function, parts[:2])
     # The module may change the container, as a cache does. The caller only finds changes in the same object.
-    is_same = all(map(operator.is_, tensors_in(parts[:2]), tensors_in((items, attributes))))
+    is_same = all(
+        map(operator.is_, tensors_in(parts[:2]), tensors_in((items, attributes)))
+    )
     return value if is_same else _rebuilt(value, items, attributes, parts[2])
 
 
@@ -103,16 +107,26 @@ def _parts(value: Any) -> tuple[dict[Any, Any], dict[str, Any], Any] | None:
         return dict(enumerate(items)), {}, spec
     if isinstance(value, Mapping):
         # Some mappings store each item a second time, as an attribute.
-        return dict(value.items()), {name: item for name, item in attributes.items() if name not in value}, spec
+        return (
+            dict(value.items()),
+            {name: item for name, item in attributes.items() if name not in value},
+            spec,
+        )
     if isinstance(value, (tuple, list, set, frozenset)):
         return dict(enumerate(value)), dict(attributes), spec
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         names = (field.name for field in dataclasses.fields(value))
-        return {}, {name: getattr(value, name) for name in names if hasattr(value, name)}, spec
+        return (
+            {},
+            {name: getattr(value, name) for name in names if hasattr(value, name)},
+            spec,
+        )
     return None
 
 
-def _rebuilt(value: Any, items: dict[Any, Any], attributes: dict[str, Any], spec: Any) -> Any:
+def _rebuilt(
+    value: Any, items: dict[Any, Any], attributes: dict[str, Any], spec: Any
+) -> Any:
     """A container of the class of ``value`` with these items and attributes."""
     if not spec.is_leaf():
         return spec.unflatten(items.values())
@@ -130,7 +144,11 @@ def _rebuilt(value: Any, items: dict[Any, Any], attributes: dict[str, Any], spec
             made = type(value)(items.values())
         except TypeError:
             # A class with a constructor of its own.
-            made = tuple.__new__(type(value), items.values()) if isinstance(value, tuple) else copy.copy(value)
+            made = (
+                tuple.__new__(type(value), items.values())
+                if isinstance(value, tuple)
+                else copy.copy(value)
+            )
             if isinstance(value, list):
                 made[:] = items.values()
     else:
@@ -141,7 +159,9 @@ def _rebuilt(value: Any, items: dict[Any, Any], attributes: dict[str, Any], spec
     return made
 
 
-def tensors_in(value: Any, others: list[torch.Tensor] | None = None) -> Iterator[torch.Tensor]:
+def tensors_in(
+    value: Any, others: list[torch.Tensor] | None = None
+) -> Iterator[torch.Tensor]:
     """Yields every tensor in ``value``, in the order of `map_tensors`.
 
     Looks inside tuples, lists, dicts and sets, also of a user's class, inside mappings and dataclasses, and inside
@@ -153,7 +173,9 @@ def tensors_in(value: Any, others: list[torch.Tensor] | None = None) -> Iterator
     """
     if isinstance(value, torch.Tensor):
         yield value
-    elif type(value) in (tuple, list, dict) or (isinstance(value, tuple) and hasattr(value, "_fields")):
+    elif type(value) in (tuple, list, dict) or (
+        isinstance(value, tuple) and hasattr(value, "_fields")
+    ):
         for item in value.values() if type(value) is dict else value:
             yield from tensors_in(item, others)
     elif (parts := _parts(value)) is not None:
@@ -165,7 +187,10 @@ def tensors_in(value: Any, others: list[torch.Tensor] | None = None) -> Iterator
 
 def cast_floating(dtype: torch.dtype, args: Any) -> Any:
     """Casts every floating-point tensor in ``args`` to ``dtype``. Other values are unchanged."""
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t, args)
+    return map_tensors(
+        lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t,
+        args,
+    )
 
 
 def move(device: torch.device, args: Any) -> Any:

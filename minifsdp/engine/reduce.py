@@ -91,7 +91,9 @@ class ReducePlan:
     numbers: frozenset[int] | None = None
 
     @classmethod
-    def mean(cls, mesh: MeshGroups, dtype: torch.dtype, numbers: frozenset[int] | None = None) -> ReducePlan:
+    def mean(
+        cls, mesh: MeshGroups, dtype: torch.dtype, numbers: frozenset[int] | None = None
+    ) -> ReducePlan:
         """The mean over all ranks of the mesh."""
         return cls(mesh, dtype, Scaling.of(mesh.num_ranks, dtype), numbers=numbers)
 
@@ -157,7 +159,11 @@ class Reducer:
         """The group of an all-reduce that `finish` will issue for the reduction in flight, if any."""
         last = self._in_flight
         # An accelerator has issued it already. A hook replaces it.
-        if last is None or last.plan.hook is not None or self.comm_streams.reduce.stream is not None:
+        if (
+            last is None
+            or last.plan.hook is not None
+            or self.comm_streams.reduce.stream is not None
+        ):
             return None
         return last.plan.mesh.replicate if last.all_reduces else None
 
@@ -173,12 +179,19 @@ class Reducer:
             # Check before the stream reads the gradient, because after an error nothing would keep the gradient alive.
             waiting = len(plan.partial[0])
             added = len(gradient.numbers)
-            raise RuntimeError(message("uneven-partial", name=layout.name, waiting=waiting, new=added))
+            raise RuntimeError(
+                message("uneven-partial", name=layout.name, waiting=waiting, new=added)
+            )
         if before is not None and before.scattered is not COMPLETED:
             self.before_concat()
         # 1. On the compute stream, which allocated the parts, so their memory can be reused immediately. During
         #    backward, other code may write to memory that it shares with the gradient.
-        is_written = plan.overlaps or plan.mesh.shard is None or plan.hook is not None or plan.scaling.before != 1.0
+        is_written = (
+            plan.overlaps
+            or plan.mesh.shard is None
+            or plan.hook is not None
+            or plan.scaling.before != 1.0
+        )
         whole = layout.pack(gradient, plan.dtype, is_written=is_written)
         gradient.parts.clear()
         new = _InFlight(layout, plan, gradient, whole, whole, plan.all_reduces)
@@ -272,13 +285,19 @@ class Reducer:
             # 3. Over the shard group.
             if events.recorder is not None:
                 new.event = events.recorder.reduction_begins("RS", new, shard, "reduce")
-            return collectives.reduce_scatter(shard, new.local_shard, new.whole, name, new.gradient.numbers)
+            return collectives.reduce_scatter(
+                shard, new.local_shard, new.whole, name, new.gradient.numbers
+            )
         if replicas is not None and new.all_reduces:
             # 4. Without a shard group the all-reduce is the only collective, so it can be issued immediately.
             _add_partial(new)
             if events.recorder is not None:
-                new.event = events.recorder.reduction_begins("AR", new, replicas, "reduce")
-            return collectives.all_reduce(replicas, new.local_shard, name, new.gradient.numbers)
+                new.event = events.recorder.reduction_begins(
+                    "AR", new, replicas, "reduce"
+                )
+            return collectives.all_reduce(
+                replicas, new.local_shard, name, new.gradient.numbers
+            )
         return COMPLETED
 
     def _issue_end(self, new: _InFlight) -> None:
@@ -286,7 +305,11 @@ class Reducer:
         mesh = new.plan.mesh
         # The all-reduce uses another network than the reduce-scatter, so it has its own stream.
         is_hybrid = mesh.shard is not None and mesh.replicate is not None
-        with self.comm_streams.all_reduce if is_hybrid else self.comm_streams.reduce as comm_stream:
+        with (
+            self.comm_streams.all_reduce
+            if is_hybrid
+            else self.comm_streams.reduce as comm_stream
+        ):
             new.scattered.wait()
             _end(new)
             new.ended = comm_stream.handle()
@@ -329,7 +352,9 @@ class Reducer:
 
 def reads_gradient(layout: Layout) -> bool:
     """Whether the layout reads the values of a gradient, to add them to an earlier one or for the user's hooks."""
-    return _has_hooks(layout) or any(p.grad is not None for p in layout.local_parameters)
+    return _has_hooks(layout) or any(
+        p.grad is not None for p in layout.local_parameters
+    )
 
 
 def _has_hooks(layout: Layout) -> bool:
@@ -342,15 +367,21 @@ def _end(item: _InFlight) -> None:
     plan = item.plan
     replicas = item.plan.mesh.replicate
     if plan.hook is None:
-        if replicas is not None and (plan.mesh.shard is not None or not item.all_reduces):
+        if replicas is not None and (
+            plan.mesh.shard is not None or not item.all_reduces
+        ):
             _add_partial(item)
             if not item.all_reduces:
                 plan.partial = (item.gradient.numbers, item.local_shard)
                 return
             if events.recorder is not None:
-                item.event = events.recorder.reduction_begins("AR", item, replicas, "all_reduce")
+                item.event = events.recorder.reduction_begins(
+                    "AR", item, replicas, "all_reduce"
+                )
             # 4. Over the replicas.
-            collectives.all_reduce(replicas, item.local_shard, item.layout.name, item.gradient.numbers).wait()
+            collectives.all_reduce(
+                replicas, item.local_shard, item.layout.name, item.gradient.numbers
+            ).wait()
             if events.recorder is not None:
                 events.recorder.finish(item.event)
         # 5. After the sum.
@@ -360,7 +391,9 @@ def _end(item: _InFlight) -> None:
     item.result = item.local_shard
     if item.layout.offloads:
         if events.recorder is not None:
-            events.recorder.begin("D2H", item.layout.name, num_bytes=item.local_shard.nbytes)
+            events.recorder.begin(
+                "D2H", item.layout.name, num_bytes=item.local_shard.nbytes
+            )
         item.result = item.layout.copy_to_host(item.local_shard)
 
 

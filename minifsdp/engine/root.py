@@ -1,8 +1,8 @@
 """The root state, which all units of a root module share, and the beginning of an iteration.
 
 Units are created one by one, inner units first. So the constructor cannot decide whether a unit is the outermost unit.
-The first forward decides: the unit whose forward runs first, outside of any other unit, is the *root*. All units inside
-its module share its root state, which contains
+The first forward decides: the unit whose forward runs first, outside of any other unit, is the *root*. A method such as
+``unshard`` decides if it is called first. All units inside its module share its root state, which contains
 
 * the communication streams: three streams for a hundred units instead of three hundred;
 * the rate limiter: "two in flight" applies to all units together;
@@ -15,8 +15,12 @@ The beginning of an iteration does the following, in this order:
 3. Make the all-gather stream wait for the compute stream, which has just run the optimizer.
 4. Reshard units whose shard has changed since the all-gather. An example is a step after an evaluation, which leaves
    the root unsharded. The layout cannot detect a change through ``.data``.
-5. At the end, if no backward can follow, register the sharded parameters on the modules, even where memory is kept. An
-   optimizer that is created now, or a change of the parameters, must affect the trainable parameters.
+The end of the outermost forward does one more thing:
+
+5. If no backward can follow, register the sharded parameters on the modules, even where memory is kept. An optimizer
+   that is created now, or a change of the parameters, must affect the trainable parameters.
+
+An iteration begins with an outermost forward and ends with its last backward.
 
 If a unit runs a forward on its own first, it gets its own root state. If a larger root that contains the unit runs
 later, the larger root's state replaces it.
@@ -45,8 +49,17 @@ from minifsdp.engine.schedule import BackwardPrefetch, Schedule
 from minifsdp.engine.unit import Phase, State, Unit
 
 
-def _earlier_streams(units: Sequence[tuple[str, Unit]], device: torch.device) -> CommStreams | None:
-    return next((found for _, unit in units if (found := unit.comm_streams) and found.device == device), None)
+def _earlier_streams(
+    units: Sequence[tuple[str, Unit]], device: torch.device
+) -> CommStreams | None:
+    return next(
+        (
+            found
+            for _, unit in units
+            if (found := unit.comm_streams) and found.device == device
+        ),
+        None,
+    )
 
 
 class RootState:
@@ -83,7 +96,9 @@ class RootState:
         self.device = device
         self.outermost = outermost
         self._caller = outermost
-        self.comm_streams = comm_streams or _earlier_streams(units, device) or CommStreams(device)
+        self.comm_streams = (
+            comm_streams or _earlier_streams(units, device) or CommStreams(device)
+        )
         self.limiter = RateLimiter(limit_all_gathers)
         self.units = [unit for _, unit in units]
         self.is_dissolved = False
@@ -98,14 +113,27 @@ class RootState:
         observers = [observer(self.units) for observer in events.roots]
         by_module = {unit.module: unit for unit in self.units}
         # Keep the steps that were counted before the units had a common root.
-        steps = max((unit.layout.steps for unit in self.units), key=lambda steps: steps.count, default=Steps())
+        steps = max(
+            (unit.layout.steps for unit in self.units),
+            key=lambda steps: steps.count,
+            default=Steps(),
+        )
         for unit in self.units:
             unit.join(self.comm_streams, self.limiter)
             unit.layout.steps = steps
             inside = (by_module.get(module) for module in unit.module.modules())
-            unit.inner = frozenset(other for other in inside if other is not None and other is not unit)
-        reducer = Reducer(self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units))
-        self.iteration = IterationState(self.units, reducer, observers, Schedule(backward_prefetch, forward_prefetch))
+            unit.inner = frozenset(
+                other for other in inside if other is not None and other is not unit
+            )
+        reducer = Reducer(
+            self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units)
+        )
+        self.iteration = IterationState(
+            self.units,
+            reducer,
+            observers,
+            Schedule(backward_prefetch, forward_prefetch),
+        )
         for case in cases:
             case(self)
 
@@ -117,7 +145,9 @@ class RootState:
         """
         # A unit that the next root does not contain still needs its hook, if its backward follows.
         idle = [unit for unit in self.units if not unit.awaits_backward]
-        is_idle = all(unit.phase is Phase.IDLE for unit in self.units) and len(idle) == len(self.units)
+        is_idle = all(unit.phase is Phase.IDLE for unit in self.units) and len(
+            idle
+        ) == len(self.units)
         if not keeps_unsharded or not is_idle or self.is_busy:
             self.iteration.recover()
         for unit in idle:
@@ -126,7 +156,11 @@ class RootState:
 
     def use_comm_streams(self, comm_streams: CommStreams) -> None:
         """Makes the units use these streams from now on."""
-        for comm_stream in (self.comm_streams.all_gather, self.comm_streams.reduce, self.comm_streams.all_reduce):
+        for comm_stream in (
+            self.comm_streams.all_gather,
+            self.comm_streams.reduce,
+            self.comm_streams.all_reduce,
+        ):
             comm_stream.join()
         self.comm_streams = comm_streams
         self.iteration.reducer.comm_streams = comm_streams
@@ -137,7 +171,7 @@ class RootState:
         """Called when a forward of any unit begins.
 
         Args:
-            caller: the unit; ``None`` for an outermost module without one.
+            caller: the unit; ``None`` for a module without one.
 
         Returns:
             Whether this is the outermost of the running calls. That call must call `end_forward` or `fail_forward`. It
@@ -162,21 +196,25 @@ class RootState:
     def _prepare(self, caller: Unit | None) -> None:
         """Prepares all units for an iteration; see `begin_forward`."""
         # 1. An iteration that ended normally leaves no unit in forward and no backward open.
-        if self.iteration.in_backward or Phase.FORWARD in [unit.phase for unit in self.units]:
+        if self.iteration.in_backward or Phase.FORWARD in [
+            unit.phase for unit in self.units
+        ]:
             self.iteration.recover()
         # 2. Check before the first collective, so that a mistake raises an error on every rank.
         for unit in self.units if caller is None else (caller, *caller.inner):
             if unit.phase is Phase.SUMMONED and not unit.layout.is_summoned:
-                raise RuntimeError(message("while-summoned", what="forward", unit=unit.name))
+                raise RuntimeError(
+                    message("while-summoned", what="forward", unit=unit.name)
+                )
         for observer in self.iteration.observers:
             observer.forward_begins(self.units)
-        # The user may have replaced parameters, or converted the model to another dtype.
+        # The user may have replaced parameters, maybe by parameters of another dtype.
         for unit in self.units:
             if unit.phase is not Phase.SUMMONED:
                 unit.layout.accept_changes()
             if unit.layout.dtype is not unit.planned_for:
                 unit.plan_reductions()
-        # 3. Once in an iteration is enough: nothing else writes to shards during the iteration.
+        # 3. Code that writes to shards later in the iteration makes the stream wait again.
         self.comm_streams.all_gather.wait_compute(self.after_optimizer)
         self.after_optimizer = None
         self.iteration.is_recorded = torch.is_grad_enabled()
@@ -184,12 +222,18 @@ class RootState:
             extend()
         # 4. Reshard units whose shard has changed since the all-gather.
         for unit in self.units:
-            is_sharded = unit.state is State.SHARDED and unit.policy.post_forward_mesh is None
-            if unit.phase is not Phase.SUMMONED and not is_sharded and unit.layout.is_stale():
+            is_sharded = (
+                unit.state is State.SHARDED and unit.policy.post_forward_mesh is None
+            )
+            if (
+                unit.phase is not Phase.SUMMONED
+                and not is_sharded
+                and unit.layout.is_stale()
+            ):
                 unit.reshard()
 
     def check_thread(self) -> None:
-        """Called when the outermost module is called, maybe by itself.
+        """Called when a module is called while one of its calls is running.
 
         Raises:
             RuntimeError: if another thread is running the outermost forward.
@@ -205,14 +249,19 @@ class RootState:
             observer.left()
         for extend in self.iteration.points.forward_ends:
             output = extend(output)
-        # Without a backward, the optimizer may run next and write to a shard that an unused prefetch still reads.
+        # If no backward follows, the optimizer may run next and write to a shard that an unused prefetch still reads.
         self.comm_streams.all_gather.join()
         units = self.units if self._caller is None else (self._caller,)
-        if self.iteration.is_recorded and any(unit.counted_in == self.iteration.num_forwards for unit in units):
+        if self.iteration.is_recorded and any(
+            unit.counted_in == self.iteration.num_forwards for unit in units
+        ):
             return output
         # 5. Memory is kept for later forwards, or for the backward of an earlier forward.
         for unit in self.units:
-            if unit.ran_in == self.iteration.num_forwards and unit.state is not State.SHARDED:
+            if (
+                unit.ran_in == self.iteration.num_forwards
+                and unit.state is not State.SHARDED
+            ):
                 unit.layout.use_sharded_params()
         if any(unit.layout.offloads for unit in self.units):
             # No backward will wait for the copies of the shards, and the user may write to the shards next.

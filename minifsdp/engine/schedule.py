@@ -50,7 +50,11 @@ class Schedule:
         forward_prefetch: whether to prefetch the next unit in forward.
     """
 
-    def __init__(self, backward_prefetch: BackwardPrefetch | None = None, forward_prefetch: bool = False) -> None:
+    def __init__(
+        self,
+        backward_prefetch: BackwardPrefetch | None = None,
+        forward_prefetch: bool = False,
+    ) -> None:
         self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
         self._first_order: list[Unit] = []
@@ -81,12 +85,20 @@ class Schedule:
         # position, a prefetch of another unit was unused. If a unit enters behind it, its module is called again.
         if (position is None or position > self._position) and not self._warned:
             self._warned = True
-            expected = self._first_order[self._position].name if self._position < len(self._first_order) else "none"
+            expected = (
+                self._first_order[self._position].name
+                if self._position < len(self._first_order)
+                else "none"
+            )
             warn(message("changed-order", unit=unit.name, expected=expected))
         if position is None:
             return None
         self._position = max(self._position, position + 1)
-        return self._first_order[position + 1] if position + 1 < len(self._first_order) else None
+        return (
+            self._first_order[position + 1]
+            if position + 1 < len(self._first_order)
+            else None
+        )
 
     def next_backward(self, unit: Unit) -> Unit | None:
         """The unit that left forward just before ``unit`` in this iteration; ``None`` if ``unit`` was the first.

@@ -9,7 +9,7 @@ Worked example, a (4, 4) weight on the mesh ``(replicate=2, shard=2)``::
     rank 0, 2      rows 0 and 1
     rank 1, 3      rows 2 and 3
 
-A parameter has three tensors. They are created in this order:
+A parameter has three tensors. They are assigned in this order:
 
 1. `local_shard`, in the memory of the unit's bucket. The optimizer updates it.
 2. `parameter`, a DTensor around it. It is registered on the modules while the unit is sharded.
@@ -50,7 +50,9 @@ REQUIRES_GRAD = operator.attrgetter("requires_grad")
 # The unsharded parameter of a `ShardedParam`.
 LEAF: Callable[[Any], torch.Tensor] = operator.attrgetter("leaf")
 # Returns the local tensor of a DTensor. ``to_local()`` would create another tensor, for autograd.
-local_shard_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter("_local_tensor")
+local_shard_of: Callable[[torch.Tensor], torch.Tensor] = operator.attrgetter(
+    "_local_tensor"
+)
 
 
 def set_local_shard(tensor: torch.Tensor, local_shard: torch.Tensor) -> None:
@@ -78,7 +80,11 @@ class Options:
 
     def storage_device(self, local_shard: torch.Tensor) -> torch.device:
         """The device on which the memory for ``local_shard`` is allocated."""
-        return torch.device("cpu") if self.offload and not local_shard.is_meta else local_shard.device
+        return (
+            torch.device("cpu")
+            if self.offload and not local_shard.is_meta
+            else local_shard.device
+        )
 
 
 class ShardedParam:
@@ -106,7 +112,12 @@ class ShardedParam:
     """
 
     def __init__(
-        self, info: ParamInfo, original: nn.Parameter, mesh: DeviceMesh, mesh_groups: MeshGroups, placement: Any
+        self,
+        info: ParamInfo,
+        original: nn.Parameter,
+        mesh: DeviceMesh,
+        mesh_groups: MeshGroups,
+        placement: Any,
     ) -> None:
         self.info = info
         self.mesh = mesh
@@ -118,27 +129,39 @@ class ShardedParam:
         self.dim = dim
         self.num_shards = mesh.size(mesh.ndim - 1)
         self.chunk_numel = padded_shard_numel(self.shape, dim, self.num_shards)
-        self._tensor_parallel = original._spec if isinstance(original, DTensor) else None
+        self._tensor_parallel = (
+            original._spec if isinstance(original, DTensor) else None
+        )
         self._spec = self._make_spec(original, mesh)
-        self.local_shard = shard_of(local, dim, self.num_shards, mesh_groups.shard_index)
+        self.local_shard = shard_of(
+            local, dim, self.num_shards, mesh_groups.shard_index
+        )
         self.parameter = self.leaf = self.plain_leaf = original
         self.unreduced: torch.Tensor | None = None
         self._user_attributes: dict[str, Any] = {}
         self.is_trained = original.requires_grad
         self.version = 0
 
-    def _make_spec(self, original: nn.Parameter, mesh: DeviceMesh) -> dtensor_spec.DTensorSpec:
+    def _make_spec(
+        self, original: nn.Parameter, mesh: DeviceMesh
+    ) -> dtensor_spec.DTensorSpec:
         dim = self.dim
         inner = self._tensor_parallel
         placements: tuple[Placement, ...] = (Shard(dim),)
         if inner is not None:
             mesh = DeviceMesh._concatenate([mesh, inner.mesh])
             num_shards = inner.num_shards_map[dim]
-            own = Shard(dim) if num_shards == 1 else _StridedShard(dim, split_factor=num_shards)
+            own = (
+                Shard(dim)
+                if num_shards == 1
+                else _StridedShard(dim, split_factor=num_shards)
+            )
             placements = (own, *inner.placements)
         # Axes before the shard axis are replicate axes.
         placements = (Replicate(),) * (mesh.ndim - len(placements)) + placements
-        meta = dtensor_spec.TensorMeta(original.shape, original.stride(), original.dtype)
+        meta = dtensor_spec.TensorMeta(
+            original.shape, original.stride(), original.dtype
+        )
         return dtensor_spec.DTensorSpec(mesh, placements, tensor_meta=meta)
 
     # --- the sharded parameter ---
@@ -146,12 +169,18 @@ class ShardedParam:
     def replace_original(self) -> None:
         """Creates the sharded parameter around `local_shard`, in place of the user's parameter."""
         original = self.parameter
-        self.parameter = nn.Parameter(_around(self.local_shard, self._spec), requires_grad=original.requires_grad)
+        self.parameter = nn.Parameter(
+            _around(self.local_shard, self._spec), requires_grad=original.requires_grad
+        )
         # `nn.Parameter` detaches, which replaces the local tensor. Restore it.
         set_local_shard(self.parameter, self.local_shard)
         # Copy attributes set by users, such as marks for optimizer groups. Skip attributes of a tensor subclass: the
         # shards have them as well, and the attributes of the original may hold unsharded values.
-        self._user_attributes = {n: value for n, value in vars(original).items() if n not in vars(self.local_shard)}
+        self._user_attributes = {
+            n: value
+            for n, value in vars(original).items()
+            if n not in vars(self.local_shard)
+        }
         vars(self.parameter).update(self._user_attributes)
         share_hooks(original, self.parameter)
 
@@ -159,7 +188,10 @@ class ShardedParam:
         """Whether ``other`` is a DTensor of the same shape, mesh and placements."""
         if not isinstance(other, DTensor) or other.shape != self._spec.shape:
             return False
-        return other._spec.mesh == self._spec.mesh and other._spec.placements == self._spec.placements
+        return (
+            other._spec.mesh == self._spec.mesh
+            and other._spec.placements == self._spec.placements
+        )
 
     # --- the unsharded parameter ---
 
@@ -169,7 +201,9 @@ class ShardedParam:
         self.plain_leaf = self.leaf = plain_leaf
         if inner is not None:
             # The DTensor that tensor parallelism needs.
-            self.leaf = nn.Parameter(_around(plain_leaf.data, inner), requires_grad=False)
+            self.leaf = nn.Parameter(
+                _around(plain_leaf.data, inner), requires_grad=False
+            )
         self.is_trained = self.parameter.requires_grad
         self.leaf.requires_grad_(self.is_trained)
         self.version = self.leaf._version
@@ -196,7 +230,9 @@ class ShardedParam:
         if isinstance(gradient, DTensor):
             assert self._tensor_parallel is not None
             if gradient.placements != self._tensor_parallel.placements:
-                gradient = gradient.redistribute(placements=self._tensor_parallel.placements)
+                gradient = gradient.redistribute(
+                    placements=self._tensor_parallel.placements
+                )
             return local_shard_of(gradient)
         return gradient
 
@@ -204,7 +240,9 @@ class ShardedParam:
 def check_grad_dtype(parameter: torch.Tensor, path: str) -> None:
     """Raises an error if the user has chosen another dtype for the gradient than that of the parameter."""
     if parameter.grad_dtype is not parameter.dtype:
-        raise NotImplementedError(message("grad-dtype", path=path, dtype=parameter.grad_dtype))
+        raise NotImplementedError(
+            message("grad-dtype", path=path, dtype=parameter.grad_dtype)
+        )
 
 
 def _around(local: torch.Tensor, spec: dtensor_spec.DTensorSpec) -> DTensor:
@@ -212,5 +250,7 @@ def _around(local: torch.Tensor, spec: dtensor_spec.DTensorSpec) -> DTensor:
     meta = spec.tensor_meta
     assert meta is not None
     if meta.dtype is not local.dtype:
-        spec = dtensor_spec.DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=local.dtype))
+        spec = dtensor_spec.DTensorSpec(
+            spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=local.dtype)
+        )
     return DTensor(local, spec, requires_grad=False)

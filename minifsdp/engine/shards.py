@@ -40,7 +40,13 @@ def shard_range(size: int, num_shards: int, index: int) -> range:
 
 def shard_shape(shape: torch.Size, dim: int, num_shards: int, index: int) -> torch.Size:
     """The shape of shard ``index``, without padding. The first shard is the largest."""
-    return torch.Size((*shape[:dim], len(shard_range(shape[dim], num_shards, index)), *shape[dim + 1 :]))
+    return torch.Size(
+        (
+            *shape[:dim],
+            len(shard_range(shape[dim], num_shards, index)),
+            *shape[dim + 1 :],
+        )
+    )
 
 
 def padded_shard_numel(shape: torch.Size, dim: int, num_shards: int) -> int:
@@ -48,7 +54,9 @@ def padded_shard_numel(shape: torch.Size, dim: int, num_shards: int) -> int:
     return shard_shape(shape, dim, num_shards, 0).numel()
 
 
-def shard_of(tensor: torch.Tensor, dim: int, num_shards: int, index: int) -> torch.Tensor:
+def shard_of(
+    tensor: torch.Tensor, dim: int, num_shards: int, index: int
+) -> torch.Tensor:
     """Shard ``index`` of an unsharded tensor, as a view. Some tensor classes can only be split."""
     shards = tensor.chunk(num_shards, dim)
     return shards[index] if index < len(shards) else tensor.narrow(dim, 0, 0)
@@ -62,4 +70,6 @@ def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     start = view.storage_offset() * view.itemsize
     # A separate storage for the same bytes, without a copy.
     own = storage[start : start + view.numel() * view.itemsize]
-    return torch.empty(0, dtype=view.dtype, device=view.device).set_(own, 0, view.shape, view.stride())
+    return torch.empty(0, dtype=view.dtype, device=view.device).set_(
+        own, 0, view.shape, view.stride()
+    )

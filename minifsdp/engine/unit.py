@@ -15,13 +15,15 @@ unused prefetch: the unit waits for it, because other ranks take part in it, and
 A unit also has a *phase*, the current activity of its module::
 
      IDLE -> FORWARD -> IDLE -> PRE_BACKWARD -> POST_BACKWARD -> IDLE
-     IDLE -> SUMMONED -> IDLE        the user reads the full parameters, and modules can run a forward with them
+     POST_BACKWARD -> PRE_BACKWARD   if the module ran twice
+     IDLE -> SUMMONED -> IDLE        only FullyShardedDataParallel: the user reads the full parameters, and modules can
+                                     run a forward with them
 
 The state describes memory, and the phase describes the module. They are independent. Between forward and backward, a
 unit with ``SHARD_GRAD_OP`` is UNSHARDED and IDLE, and one with ``FULL_SHARD`` is SHARDED and IDLE.
 
-There is no flag for "was prefetched" or "needs an all-gather". A prefetch is a call of ``unshard`` by another unit. If
-a unit is not SHARDED, ``unshard`` does nothing.
+There is no flag for "was prefetched" or "needs an all-gather". A prefetch is a call of ``unshard`` by the hooks of
+another unit. If a unit is not SHARDED, ``unshard`` does nothing.
 
 *In torch:* FSDP1 has the flags ``_prefetched``, ``_needs_pre_forward_unshard``, ``_needs_pre_backward_unshard``,
 ``_ran_pre_backward_hook`` and ``_post_backward_called``; FSDP2's ``ShardedState`` and ``TrainingState`` are similar.
@@ -130,12 +132,17 @@ class Unit(Generic[LayoutT]):
         ran_in: the number of the latest outermost forward in which the unit ran; -1 before the first one.
         planned_for: the dtype of the unsharded parameters when the reductions were planned.
         num_uses: number of recorded forwards since the last backward, only for units without trainable parameters.
-        is_held: whether a case needs the unsharded parameters. The unit then stays unsharded until its gradients are
-            complete.
+        is_held: whether a case, or a graph of gradients, needs the unsharded parameters. The unit then stays unsharded
+            until the end of the backward that computes its gradients.
     """
 
     def __init__(
-        self, module: nn.Module, layout: LayoutT, plans: Sequence[ReducePlan], precision: Precision, policy: UnitPolicy
+        self,
+        module: nn.Module,
+        layout: LayoutT,
+        plans: Sequence[ReducePlan],
+        precision: Precision,
+        policy: UnitPolicy,
     ) -> None:
         self.module = module
         self.layout = layout
@@ -149,6 +156,7 @@ class Unit(Generic[LayoutT]):
         self.planned_for: object = None
         self.awaits_backward = self.is_held = False
         self.inner: frozenset[Unit] = frozenset()
+        # Its forwards and its backward in this iteration.
         self.graph_task = -1
         self.num_uses = 0
         self.num_pending = 0
@@ -177,7 +185,11 @@ class Unit(Generic[LayoutT]):
     def unshard(self) -> None:
         """SHARDED -> GATHERING: issues the all-gather. Does nothing in other states and in the phase SUMMONED."""
         # A unit in the user's prefetch list may not have a root yet. Then its own forward all-gathers it.
-        if self.state is not State.SHARDED or self.phase is Phase.SUMMONED or self.comm_streams is None:
+        if (
+            self.state is not State.SHARDED
+            or self.phase is Phase.SUMMONED
+            or self.comm_streams is None
+        ):
             return
         self.limiter.throttle(self.name)
         if events.recorder is not None:
@@ -206,8 +218,7 @@ class Unit(Generic[LayoutT]):
     def reshard(self, *, to_smaller_mesh: bool = False) -> None:
         """Any state -> SHARDED: frees the unsharded parameters. Waits first for an all-gather in flight.
 
-        Args:
-            to_smaller_mesh: reshard to a smaller mesh, if the policy has one.
+        With ``to_smaller_mesh``, reshards to the smaller mesh of the policy, if there is one.
         """
         post_forward_mesh = self.policy.post_forward_mesh
         if post_forward_mesh is not None:
@@ -225,11 +236,15 @@ class Unit(Generic[LayoutT]):
         event = self.layout.free()
         if event is not None:
             if events.recorder is not None:
-                events.recorder.begin("FREE", self.name, num_bytes=self.layout.num_bytes)
+                events.recorder.begin(
+                    "FREE", self.name, num_bytes=self.layout.num_bytes
+                )
             self.limiter.released(event)
 
 
-def modules_of_unit(roots: Iterable[nn.Module], is_apart: Callable[[nn.Module], bool]) -> list[tuple[str, nn.Module]]:
+def modules_of_unit(
+    roots: Iterable[nn.Module], is_apart: Callable[[nn.Module], bool]
+) -> list[tuple[str, nn.Module]]:
     """The modules whose direct parameters belong to the unit of ``roots``, with their paths. Each module appears once.
 
     Args:
@@ -244,5 +259,7 @@ def modules_of_unit(roots: Iterable[nn.Module], is_apart: Callable[[nn.Module], 
         if module in found or is_apart(module):
             continue
         found[module] = path
-        left += [(full_name(path, name), child) for name, child in module.named_children()][::-1]
+        left += [
+            (full_name(path, name), child) for name, child in module.named_children()
+        ][::-1]
     return [(path, module) for module, path in found.items()]

@@ -32,7 +32,10 @@ from minifsdp.fsdp1.options import CPUOffload, ProcessGroups, ShardingStrategy
 # All units of this API use the flat layout.
 FlatUnit = Unit[FlatLayout]
 
-HYBRID_SHARDING_STRATEGIES = [ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2]
+HYBRID_SHARDING_STRATEGIES = [
+    ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy._HYBRID_SHARD_ZERO2,
+]
 RESHARDS_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 
@@ -50,7 +53,9 @@ def check_arguments(module: Any, strategy: Any, policy: Any) -> None:
         raise TypeError(message("third-position"))
     if not isinstance(strategy, ShardingStrategy | None):
         members = ", ".join(map(str, ShardingStrategy))
-        raise TypeError(message("strategy-type", members=members, sharding_strategy=strategy))
+        raise TypeError(
+            message("strategy-type", members=members, sharding_strategy=strategy)
+        )
     if policy is not None:
         policies.require_policy(policy)
     if arguments.is_only_called_in_parts(module):
@@ -82,7 +87,11 @@ def groups_of_mesh(process_group: Any, mesh: Any, strategy: ShardingStrategy) ->
     if process_group is not None:
         raise ValueError(message("group-and-mesh"))
     if mesh.ndim != num_axes:
-        raise ValueError(message("mesh-ndim", strategy=strategy.name, num_axes=num_axes, device_mesh=mesh))
+        raise ValueError(
+            message(
+                "mesh-ndim", strategy=strategy.name, num_axes=num_axes, device_mesh=mesh
+            )
+        )
     return mesh.get_group() if num_axes == 1 else (mesh.get_group(1), mesh.get_group(0))
 
 
@@ -114,7 +123,9 @@ def choose_mesh(
                 raise ValueError(message("hybrid-by-hand", strategy=strategy.name))
             pair = node_groups(device)
         elif not is_pair or len(given) != 2 or not all(map(_is_group, given)):
-            raise ValueError(message("hybrid-groups", strategy=strategy.name, process_group=given))
+            raise ValueError(
+                message("hybrid-groups", strategy=strategy.name, process_group=given)
+            )
         for process_group in pair:
             use_device(process_group, device)
         return MeshGroups.hybrid(Group.of(pair[0]), Group.of(pair[1])), tuple(pair)
@@ -123,17 +134,25 @@ def choose_mesh(
     group = default_group() if given is None else given
     if not _is_group(group):
         raise TypeError(message("group-type", process_group=group))
-    mesh_of = MeshGroups.replicated if strategy is ShardingStrategy.NO_SHARD else MeshGroups.sharded
+    mesh_of = (
+        MeshGroups.replicated
+        if strategy is ShardingStrategy.NO_SHARD
+        else MeshGroups.sharded
+    )
     use_device(group, device)
     return mesh_of(Group.of(group)), group
 
 
 def _is_group(candidate: Any) -> bool:
     # Check for methods instead of the class, because groups for simulations may not derive from torch's class.
-    return all(callable(getattr(candidate, method, None)) for method in ("rank", "size"))
+    return all(
+        callable(getattr(candidate, method, None)) for method in ("rank", "size")
+    )
 
 
-def compute_device(module: nn.Module, device_id: Any, ignored: Collection[nn.Parameter] = ()) -> torch.device:
+def compute_device(
+    module: nn.Module, device_id: Any, ignored: Collection[nn.Parameter] = ()
+) -> torch.device:
     """The first of these that exists: ``device_id``, the module's accelerator, the current accelerator, the CPU.
 
     Parameters in ``ignored`` can be on any device.
@@ -143,16 +162,24 @@ def compute_device(module: nn.Module, device_id: Any, ignored: Collection[nn.Par
         ValueError: if ``device_id`` is the meta device, or not the accelerator that the module is on.
         RuntimeError: if the module's parameters are on several devices.
     """
-    found = {p.device for p in module.parameters() if p.device.type != "meta" and p not in ignored}
+    found = {
+        p.device
+        for p in module.parameters()
+        if p.device.type != "meta" and p not in ignored
+    }
     accelerators = {device for device in found if device.type != "cpu"}
     if len(accelerators) > 1 or (accelerators and len(found) > 1 and device_id is None):
         raise RuntimeError(message("several-devices", devices=sorted(map(str, found))))
     if device_id is None:
-        current = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        current = torch.accelerator.current_accelerator(
+            check_available=True
+        ) or torch.device("cpu")
         return next(iter(accelerators), None) or _with_index(current)
     device = _as_device(device_id)
     if accelerators and accelerators != {device}:
-        raise ValueError(message("other-device", device=device, accelerator=next(iter(accelerators))))
+        raise ValueError(
+            message("other-device", device=device, accelerator=next(iter(accelerators)))
+        )
     return device
 
 
@@ -161,7 +188,9 @@ def _as_device(device_id: Any) -> torch.device:
         device = torch.device(device_id)
     except (TypeError, RuntimeError) as error:
         raise TypeError(message("device-type", device_id=device_id)) from error
-    if device.type == "meta" and not hasattr(torch, "meta"):  # only the step simulator registers this device module
+    if device.type == "meta" and not hasattr(
+        torch, "meta"
+    ):  # only the step simulator registers this device module
         raise ValueError(message("device-meta"))
     if device.index is None and device.type not in ("cpu", "meta"):
         warn(message("device-without-index", device_id=device_id))
@@ -172,5 +201,9 @@ def _with_index(device: torch.device) -> torch.device:
     """The current device of this type if ``device`` has no index. The CPU and the meta device have none."""
     if device.type in ("cpu", "meta"):
         return torch.device(device.type)
-    index = torch.get_device_module(device).current_device() if device.index is None else device.index
+    index = (
+        torch.get_device_module(device).current_device()
+        if device.index is None
+        else device.index
+    )
     return torch.device(device.type, index)

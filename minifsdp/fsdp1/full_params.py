@@ -81,7 +81,9 @@ def summoned(
         warn(message("summon-copies"))
     with ExitStack() as stack:
         for unit in units:
-            stack.enter_context(_one(unit, writeback, rank0_only, offload_to_cpu, gradients_of))
+            stack.enter_context(
+                _one(unit, writeback, rank0_only, offload_to_cpu, gradients_of)
+            )
         yield
 
 
@@ -121,7 +123,11 @@ def _one(
     unit.phase = Phase.SUMMONED
     ownership.summoned.add(layout)
     try:
-        with _full_params(unit, flat, gradients, writeback or not is_sharded) if is_registered else nullcontext():
+        with (
+            _full_params(unit, flat, gradients, writeback or not is_sharded)
+            if is_registered
+            else nullcontext()
+        ):
             yield
     finally:
         unit.phase = Phase.IDLE
@@ -132,7 +138,9 @@ def _one(
 
 
 @contextmanager
-def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: Any, keeps: bool) -> Generator[None]:
+def _full_params(
+    unit: FlatUnit, flat: torch.Tensor, gradients: Any, keeps: bool
+) -> Generator[None]:
     """Registers unsharded parameters on the modules of a unit inside the context.
 
     Args:
@@ -153,7 +161,9 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: Any, keeps: bool
     try:
         yield
         # A parameter that was frozen at the beginning has no hook.
-        if gradients is None and any(parameter.grad is not None for parameter in full_params):
+        if gradients is None and any(
+            parameter.grad is not None for parameter in full_params
+        ):
             raise RuntimeError(message("backward-while-summoned", unit=unit.name))
     finally:
         # Afterwards, original parameters have their sharded values and gradients again.
@@ -171,10 +181,16 @@ def _full_params(unit: FlatUnit, flat: torch.Tensor, gradients: Any, keeps: bool
 
 
 @outside_inference_mode
-def _use_full_params(unit: FlatUnit, flat: torch.Tensor) -> tuple[list[nn.Parameter], list[Any]]:
+def _use_full_params(
+    unit: FlatUnit, flat: torch.Tensor
+) -> tuple[list[nn.Parameter], list[Any]]:
     """Registers unsharded parameters. Returns them, and their accumulation nodes with a hook on each."""
     full_params = unit.layout.use_full_params(flat)
-    nodes = [get_gradient_edge(parameter).node for parameter in full_params if parameter.requires_grad]
+    nodes = [
+        get_gradient_edge(parameter).node
+        for parameter in full_params
+        if parameter.requires_grad
+    ]
     for node in nodes:
         node.register_prehook(partial(_refuse_backward, unit.name))
     return full_params, nodes
@@ -187,7 +203,9 @@ def _refuse_backward(unit_name: str, gradients: Sequence[torch.Tensor | None]) -
         raise RuntimeError(message("backward-while-summoned", unit=unit_name))
 
 
-def copy_replaced(views: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]) -> None:
+def copy_replaced(
+    views: Sequence[torch.Tensor], values: Sequence[torch.Tensor | None]
+) -> None:
     """Copies values that have other memory into the views of the flat tensor."""
     for view, value in zip(views, values, strict=True):
         if value is None:
@@ -215,6 +233,8 @@ def all_gather_unit(unit: FlatUnit, shard: torch.Tensor | None = None) -> torch.
         shard = layout.local_values().data
     if group is None:
         return shard
-    flat = torch.empty(layout.sharding.padded_numel, dtype=shard.dtype, device=layout.device)
+    flat = torch.empty(
+        layout.sharding.padded_numel, dtype=shard.dtype, device=layout.device
+    )
     collectives.all_gather(group, flat, shard.to(layout.device), unit.name).wait()
     return flat

@@ -59,22 +59,41 @@ class ShardedGradScaler(GradScaler):
         self.process_group = process_group
 
     def _unscale_grads_(
-        self, optimizer: torch.optim.Optimizer, inv_scale: torch.Tensor, found_inf: torch.Tensor, allow_fp16: bool
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         flag = found_inf
-        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-        if any(gradient is not None and gradient.device.type == "cpu" for gradient in gradients):
+        gradients = [
+            parameter.grad
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
+        if any(
+            gradient is not None and gradient.device.type == "cpu"
+            for gradient in gradients
+        ):
             # The base class would copy both to the CPU asynchronously and use them before the copies have finished.
             inv_scale = inv_scale.cpu()
             flag = found_inf.cpu()
         # Allow float16 gradients: with keep_low_precision_grads, an optimizer can get gradients in low precision.
-        flags: dict[torch.device, torch.Tensor] = super()._unscale_grads_(optimizer, inv_scale, flag, True)
+        flags: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
+            optimizer, inv_scale, flag, True
+        )
         return self._agreed(flags, found_inf)
 
-    def _agreed(self, flags: dict[torch.device, torch.Tensor], found_inf: torch.Tensor) -> dict[torch.device, Any]:
+    def _agreed(
+        self, flags: dict[torch.device, torch.Tensor], found_inf: torch.Tensor
+    ) -> dict[torch.device, Any]:
         """The maximum of all ranks' flags, on each device of this rank. Without gradients, a rank's flag is 0."""
-        local_flags = [flag.to(found_inf.device) for flag in flags.values()] or [found_inf]
+        local_flags = [flag.to(found_inf.device) for flag in flags.values()] or [
+            found_inf
+        ]
         any_inf = torch.stack(local_flags).amax(dim=0)
         group = Group.of(self.process_group or default_group())
         call(dist.all_reduce, group, any_inf, dist.ReduceOp.MAX)
-        return {device: any_inf.to(device) for device in flags} or {any_inf.device: any_inf}
+        return {device: any_inf.to(device) for device in flags} or {
+            any_inf.device: any_inf
+        }

@@ -26,7 +26,10 @@ class WrongElementsError(TypeError, ValueError):
 
 
 def find_ignored(
-    module: nn.Module, ignored_modules: Any, ignored_states: Any, is_wrapper: Callable[[nn.Module], bool]
+    module: nn.Module,
+    ignored_modules: Any,
+    ignored_states: Any,
+    is_wrapper: Callable[[nn.Module], bool],
 ) -> tuple[set[nn.Module], set[nn.Parameter]]:
     """Returns the modules and parameters that the wrapper around ``module`` ignores. Nothing is communicated.
 
@@ -50,14 +53,25 @@ def find_ignored(
     modules = {inner for _, inner in modules_of_unit(roots, is_wrapper)}
     if module in modules:
         warn(message("ignored-all", type=type(module).__name__))
-    return modules, {*states, *(parameter for inner in modules for parameter in inner.parameters(recurse=False))}
+    return modules, {
+        *states,
+        *(
+            parameter
+            for inner in modules
+            for parameter in inner.parameters(recurse=False)
+        ),
+    }
 
 
 def _as_list(given: Any, argument: str) -> list[Any]:
     if given is None:
         return []
     if not isinstance(given, Iterable):
-        raise TypeError(message("ignored-not-iterable", argument=argument, type=type(given).__name__))
+        raise TypeError(
+            message(
+                "ignored-not-iterable", argument=argument, type=type(given).__name__
+            )
+        )
     return list(given)
 
 

@@ -40,17 +40,30 @@ Modules = Sequence[tuple[str, nn.Module]]
 
 def _own_tensors(module: nn.Module, ignored: set[nn.Parameter]) -> list[torch.Tensor]:
     """The parameters that are not ignored and not in a unit that was created earlier, and the buffers."""
-    named = [(name, p) for name, p in module.named_parameters(recurse=False) if p not in ignored]
+    named = [
+        (name, p)
+        for name, p in module.named_parameters(recurse=False)
+        if p not in ignored
+    ]
     parameters = [p for name, p in named if not is_flattened(module, name)]
     return [*parameters, *module.buffers(recurse=False)]
 
 
 def _tensors_of(modules: Modules, ignored: set[nn.Parameter]) -> list[torch.Tensor]:
     """Every tensor once, in order."""
-    return list(dict.fromkeys(tensor for _, module in modules for tensor in _own_tensors(module, ignored)))
+    return list(
+        dict.fromkeys(
+            tensor for _, module in modules for tensor in _own_tensors(module, ignored)
+        )
+    )
 
 
-def materialize(modules: Modules, param_init_fn: Any, device: torch.device, ignored: set[nn.Parameter]) -> None:
+def materialize(
+    modules: Modules,
+    param_init_fn: Any,
+    device: torch.device,
+    ignored: set[nn.Parameter],
+) -> None:
     """1. Allocates and initializes the unit's modules, if some own tensors on the meta device.
 
     Raises:
@@ -62,7 +75,9 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
     on_meta: Modules = [
         (path, module)
         for path, module in modules
-        if any(tensor.is_meta and tensor.device != device for tensor in tensors_of(module))
+        if any(
+            tensor.is_meta and tensor.device != device for tensor in tensors_of(module)
+        )
     ]
     if on_meta and param_init_fn is not None and not callable(param_init_fn):
         raise ValueError(message("init-fn-type", param_init_fn=param_init_fn))
@@ -72,13 +87,29 @@ def materialize(modules: Modules, param_init_fn: Any, device: torch.device, igno
     owners = {module for _, module in on_meta}
     for path, module in _by_level(modules):
         # `param_init_fn` can initialize the tensors of a container, which owns none.
-        is_container = next(chain(module.parameters(recurse=False), module.buffers(recurse=False)), None) is None
+        is_container = (
+            next(
+                chain(module.parameters(recurse=False), module.buffers(recurse=False)),
+                None,
+            )
+            is None
+        )
         if module in owners or (is_container and param_init_fn is not None):
             _initialize(path, module, param_init_fn, device, ignored)
     for path, module in on_meta:
-        tensors = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+        tensors = [
+            *module.named_parameters(recurse=False),
+            *module.named_buffers(recurse=False),
+        ]
         if left := [name for name, tensor in tensors if tensor.is_meta]:
-            raise RuntimeError(message("init-fn-left-meta", left=left, path=path, type=type(module).__name__))
+            raise RuntimeError(
+                message(
+                    "init-fn-left-meta",
+                    left=left,
+                    path=path,
+                    type=type(module).__name__,
+                )
+            )
 
 
 def _by_level(modules: Modules) -> Modules:
@@ -87,12 +118,18 @@ def _by_level(modules: Modules) -> Modules:
     root = modules[0][1]
     ordered = [(left.pop(root), root)]
     for _, module in ordered:
-        ordered += [(left.pop(child), child) for child in module.children() if child in left]
+        ordered += [
+            (left.pop(child), child) for child in module.children() if child in left
+        ]
     return ordered
 
 
 def _initialize(
-    path: str, module: nn.Module, param_init_fn: Any, device: torch.device, ignored: set[nn.Parameter]
+    path: str,
+    module: nn.Module,
+    param_init_fn: Any,
+    device: torch.device,
+    ignored: set[nn.Parameter],
 ) -> None:
     before = _parameters_on_meta(module)
     for owner, name, parameter in before:
@@ -114,13 +151,23 @@ def _initialize(
 
 def _parameters_on_meta(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
     """The parameters inside ``module`` that have no memory, with their places. An initialization may be recursive."""
-    named = [(owner, *item) for owner in module.modules() for item in owner._parameters.items()]
-    return [(owner, name, parameter) for owner, name, parameter in named if parameter is not None and parameter.is_meta]
+    named = [
+        (owner, *item)
+        for owner in module.modules()
+        for item in owner._parameters.items()
+    ]
+    return [
+        (owner, name, parameter)
+        for owner, name, parameter in named
+        if parameter is not None and parameter.is_meta
+    ]
 
 
 def current(parameters: set[nn.Parameter]) -> set[nn.Parameter]:
     """``parameters``, and the ones that have replaced them when they got memory."""
-    return parameters | {p._materialized for p in parameters if hasattr(p, "_materialized")}
+    return parameters | {
+        p._materialized for p in parameters if hasattr(p, "_materialized")
+    }
 
 
 def _reset(path: str, module: nn.Module, device: torch.device) -> None:
@@ -129,13 +176,17 @@ def _reset(path: str, module: nn.Module, device: torch.device) -> None:
         return
     reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
     if reset is None:
-        raise RuntimeError(message("no-reset-parameters", path=path, type=type(module).__name__))
+        raise RuntimeError(
+            message("no-reset-parameters", path=path, type=type(module).__name__)
+        )
     module.to_empty(device=device, recurse=False)
     with torch.no_grad():
         reset()
 
 
-def move_modules(modules: Modules, device: torch.device, ignored: set[nn.Parameter]) -> None:
+def move_modules(
+    modules: Modules, device: torch.device, ignored: set[nn.Parameter]
+) -> None:
     """2. Moves the parameters and buffers of the unit's modules in place. Parameters stay the same objects."""
     for tensor in _tensors_of(modules, ignored):
         _move(tensor, device)
@@ -146,7 +197,9 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
         tensor.data = tensor.data.to(device)
 
 
-def shard_in_place(modules: Modules, device: torch.device, ignored: set[nn.Parameter], *, sends: bool) -> None:
+def shard_in_place(
+    modules: Modules, device: torch.device, ignored: set[nn.Parameter], *, sends: bool
+) -> None:
     """2. Without ``device_id``: moves only buffers; the unit is sharded on its modules' device (DEV-03, SYNC-04).
 
     Args:
@@ -158,7 +211,11 @@ def shard_in_place(modules: Modules, device: torch.device, ignored: set[nn.Param
     Raises:
         ValueError: if ``sends`` is set and a tensor is on the CPU, but the compute device is an accelerator.
     """
-    left = [tensor for tensor in _tensors_of(modules, ignored) if tensor.device.type == "cpu"]
+    left = [
+        tensor
+        for tensor in _tensors_of(modules, ignored)
+        if tensor.device.type == "cpu"
+    ]
     if device.type == "cpu" or not left:
         return
     where = f"the module is on the CPU and {device} computes"
@@ -170,14 +227,24 @@ def shard_in_place(modules: Modules, device: torch.device, ignored: set[nn.Param
             _move(tensor, device)
 
 
-def synchronize(modules: Modules, mesh: MeshGroups, ignored: set[nn.Parameter], unit_name: str) -> None:
+def synchronize(
+    modules: Modules, mesh: MeshGroups, ignored: set[nn.Parameter], unit_name: str
+) -> None:
     """3. Broadcasts the unit's parameters and buffers from the first rank. Every rank must call it.
 
     One broadcast sends all tensors of one dtype. A buffer that several units share is sent only with the first unit.
     """
-    tensors = [one for one in _tensors_of(modules, ignored) if not getattr(one, "_is_synchronized", False)]
+    tensors = [
+        one
+        for one in _tensors_of(modules, ignored)
+        if not getattr(one, "_is_synchronized", False)
+    ]
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        _broadcast([local_tensor(t.detach()) for t in tensors if t.dtype is dtype], mesh, unit_name)
+        _broadcast(
+            [local_tensor(t.detach()) for t in tensors if t.dtype is dtype],
+            mesh,
+            unit_name,
+        )
     for tensor in tensors:
         if not isinstance(tensor, nn.Parameter):
             tensor._is_synchronized = True  # type: ignore[attr-defined]
@@ -189,7 +256,15 @@ def _broadcast(tensors: list[torch.Tensor], mesh: MeshGroups, unit_name: str) ->
     for group in (mesh.replicate, mesh.shard):
         if group is not None:
             if events.recorder is not None:
-                events.recorder.begin("BCAST", unit_name, num_bytes=flat.nbytes, ranks=group.ranks, dtype=flat.dtype)
+                events.recorder.begin(
+                    "BCAST",
+                    unit_name,
+                    num_bytes=flat.nbytes,
+                    ranks=group.ranks,
+                    dtype=flat.dtype,
+                )
             broadcast(group, flat)
-    for tensor, values in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+    for tensor, values in zip(
+        tensors, flat.split([t.numel() for t in tensors]), strict=True
+    ):
         tensor.copy_(values.view_as(tensor))

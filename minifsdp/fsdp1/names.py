@@ -33,18 +33,29 @@ class NamedWrapper(Wrapper):
     @property
     def params_with_grad(self) -> list[nn.Parameter]:
         """All parameters that have a gradient. This is a deprecated name from torch 1.13 (NAMES-09)."""
-        warn_renamed("params_with_grad", "[p for p in model.parameters() if p.grad is not None]")
-        return [parameter for parameter in self.parameters() if parameter.grad is not None]
+        warn_renamed(
+            "params_with_grad", "[p for p in model.parameters() if p.grad is not None]"
+        )
+        return [
+            parameter for parameter in self.parameters() if parameter.grad is not None
+        ]
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-02)."""
         self._recover_after_error()
         found = super().named_parameters(*args, **kwargs)
         return ((self._shown(name), kept_view(value)) for name, value in found)
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_buffers(
+        self, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-03)."""
-        return ((self._shown(name), value) for name, value in super().named_buffers(*args, **kwargs))
+        return (
+            (self._shown(name), value)
+            for name, value in super().named_buffers(*args, **kwargs)
+        )
 
     def _shown(self, name: str) -> str:
         return name.replace(PREFIX, "") if self._shows_clean_names else name
@@ -60,11 +71,21 @@ class NamedWrapper(Wrapper):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets an attribute. Rejects a tensor or module under a name of the wrapped module, which would not use it."""
-        is_new = WRAPPED in self._modules and name not in self._modules and name not in self.__dict__
+        is_new = (
+            WRAPPED in self._modules
+            and name not in self._modules
+            and name not in self.__dict__
+        )
         kinds = (torch.Tensor, nn.Module)
         # The forward may read a tensor or a module of this name. Other values can belong to the program.
-        if is_new and isinstance(value, kinds) and isinstance(getattr(self.module, name, None), kinds):
-            raise AttributeError(message("set-on-wrapper", name=name, type=type(self.module).__name__))
+        if (
+            is_new
+            and isinstance(value, kinds)
+            and isinstance(getattr(self.module, name, None), kinds)
+        ):
+            raise AttributeError(
+                message("set-on-wrapper", name=name, type=type(self.module).__name__)
+            )
         super().__setattr__(name, value)
 
     def __getitem__(self, key: Any) -> Any:

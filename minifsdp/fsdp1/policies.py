@@ -75,7 +75,10 @@ def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 
 @explains_binding
 def lambda_auto_wrap_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[nn.Module], bool]
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    lambda_fn: Callable[[nn.Module], bool],
 ) -> bool:
     """Makes a module a unit if ``lambda_fn(module)`` is true; bind ``lambda_fn`` first (NEW-03)."""
     return True if recurse else lambda_fn(module)
@@ -83,7 +86,10 @@ def lambda_auto_wrap_policy(
 
 @explains_binding
 def transformer_auto_wrap_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: set[type[nn.Module]]
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    transformer_layer_cls: set[type[nn.Module]],
 ) -> bool:
     """Makes instances of the given classes units; bind ``transformer_layer_cls`` first (WRAP-08).
 
@@ -92,7 +98,9 @@ def transformer_auto_wrap_policy(
     Raises:
         TypeError: if it is called or passed without binding ``transformer_layer_cls`` (WRAP-09).
     """
-    return recurse or isinstance(module, require_classes(transformer_layer_cls, "transformer_layer_cls"))
+    return recurse or isinstance(
+        module, require_classes(transformer_layer_cls, "transformer_layer_cls")
+    )
 
 
 @explains_binding
@@ -121,7 +129,9 @@ def size_based_auto_wrap_policy(
     if exclude_wrap_modules is None:
         exclude_wrap_modules = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES  # type: ignore[attr-defined]
     declined = force_leaf_modules if recurse else exclude_wrap_modules
-    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(declined))
+    return nonwrapped_numel >= min_num_params and not isinstance(
+        module, tuple(declined)
+    )
 
 
 size_based_auto_wrap_policy.FORCE_LEAF_MODULES = {nn.MultiheadAttention}  # type: ignore[attr-defined]
@@ -135,17 +145,28 @@ def default_auto_wrap_policy(*args: Any, **kwargs: Any) -> bool:
 
 
 def _or_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, policies: Iterable[Callable[..., bool]]
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    policies: Iterable[Callable[..., bool]],
 ) -> bool:
     # This function is private in torch, but many training scripts import it.
-    return any(p(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel) for p in policies)
+    return any(
+        p(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+        for p in policies
+    )
 
 
 def _module_wrap_policy(
-    module: nn.Module, recurse: bool, nonwrapped_numel: int, module_classes: set[type[nn.Module]]
+    module: nn.Module,
+    recurse: bool,
+    nonwrapped_numel: int,
+    module_classes: set[type[nn.Module]],
 ) -> bool:
     # `ModuleWrapPolicy` as a function. Like `_or_policy`, it is private in torch, but scripts import it.
-    return recurse or isinstance(module, require_classes(module_classes, "module_classes"))
+    return recurse or isinstance(
+        module, require_classes(module_classes, "module_classes")
+    )
 
 
 # ---- policies that are objects --------------------------------------------------------------------------------------
@@ -171,13 +192,28 @@ class ModuleWrapPolicy(_Policy):
     """
 
     def __init__(self, module_classes: Iterable[type[nn.Module]]) -> None:
-        self._module_classes = frozenset(require_classes(module_classes, "module_classes"))
+        self._module_classes = frozenset(
+            require_classes(module_classes, "module_classes")
+        )
 
-    def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides) -> Chosen:
-        candidates = (module for module in root_module.modules() if module not in ignored_modules)
-        return {module: dict(root_kwargs) for module in candidates if self(module, recurse=False)}
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: set[nn.Module],
+        root_kwargs: Overrides,
+    ) -> Chosen:
+        candidates = (
+            module for module in root_module.modules() if module not in ignored_modules
+        )
+        return {
+            module: dict(root_kwargs)
+            for module in candidates
+            if self(module, recurse=False)
+        }
 
-    def __call__(self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any) -> bool:
+    def __call__(
+        self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any
+    ) -> bool:
         """Makes the same decision as a policy function, so that users can combine it with other functions."""
         return recurse or isinstance(module, tuple(self._module_classes))
 
@@ -197,16 +233,26 @@ class CustomPolicy(_Policy):
     def __init__(self, lambda_fn: Callable[[nn.Module], bool | dict[str, Any]]) -> None:
         self._lambda_fn = lambda_fn
 
-    def _run_policy(self, root_module: nn.Module, ignored_modules: set[nn.Module], root_kwargs: Overrides) -> Chosen:
+    def _run_policy(
+        self,
+        root_module: nn.Module,
+        ignored_modules: set[nn.Module],
+        root_kwargs: Overrides,
+    ) -> Chosen:
         chosen: Chosen = {}
         for module in root_module.modules():
             if module in ignored_modules:
                 continue
             answer = self._lambda_fn(module)
             if not isinstance(answer, (bool, dict)):
-                raise ValueError(message("policy-answer", type=type(module).__name__, answer=answer))
+                raise ValueError(
+                    message("policy-answer", type=type(module).__name__, answer=answer)
+                )
             if answer:
-                chosen[module] = {**root_kwargs, **(answer if isinstance(answer, dict) else {})}
+                chosen[module] = {
+                    **root_kwargs,
+                    **(answer if isinstance(answer, dict) else {}),
+                }
         return chosen
 
 
@@ -220,7 +266,9 @@ def require_policy(policy: Any) -> None:
         TypeError: if it is neither callable nor a policy object (WRAP-16), or if some of its parameters must be bound
             first (WRAP-09).
     """
-    if isinstance(policy, type) or not (callable(policy) or hasattr(policy, "_run_policy")):
+    if isinstance(policy, type) or not (
+        callable(policy) or hasattr(policy, "_run_policy")
+    ):
         raise TypeError(message("policy-type", policy=policy))
     if not hasattr(policy, "_run_policy"):
         require_call(policy, module=None, recurse=True, **{_name_of_numel(policy): 0})
@@ -234,7 +282,9 @@ def _name_of_numel(policy: Callable[..., object]) -> str:
     return "unwrapped_params" if "unwrapped_params" in names else "nonwrapped_numel"
 
 
-def decision_of(policy: Any, root_module: nn.Module, ignored_modules: set[nn.Module]) -> Decision:
+def decision_of(
+    policy: Any, root_module: nn.Module, ignored_modules: set[nn.Module]
+) -> Decision:
     """Converts a policy of any kind to the form that ``wrap.py`` uses.
 
     Deprecated names cause one warning here for the whole tree, instead of one for each module (LEGACY-02, LEGACY-03).
@@ -250,13 +300,23 @@ def decision_of(policy: Any, root_module: nn.Module, ignored_modules: set[nn.Mod
     require_policy(policy)
     if hasattr(policy, "_run_policy"):
         # Exclude the outermost module: it always becomes a unit, independent of the policy (WRAP-10).
-        chosen: Chosen = policy._run_policy(root_module, {root_module, *ignored_modules}, {})
+        chosen: Chosen = policy._run_policy(
+            root_module, {root_module, *ignored_modules}, {}
+        )
         return lambda module, recurse, numel: {} if recurse else chosen.get(module)
-    bound = policy if isinstance(policy, functools.partial) else functools.partial(policy)
+    bound = (
+        policy if isinstance(policy, functools.partial) else functools.partial(policy)
+    )
     if bound.func is default_auto_wrap_policy:
         warn_renamed("default_auto_wrap_policy", "size_based_auto_wrap_policy")
-        bound = functools.partial(size_based_auto_wrap_policy, *bound.args, **bound.keywords)
+        bound = functools.partial(
+            size_based_auto_wrap_policy, *bound.args, **bound.keywords
+        )
     name = _name_of_numel(bound)
     if name == "unwrapped_params":
-        warn_renamed("the parameter unwrapped_params of a wrapping policy", "nonwrapped_numel")
-    return lambda module, recurse, numel: {} if bound(module=module, recurse=recurse, **{name: numel}) else None
+        warn_renamed(
+            "the parameter unwrapped_params of a wrapping policy", "nonwrapped_numel"
+        )
+    return lambda module, recurse, numel: (
+        {} if bound(module=module, recurse=recurse, **{name: numel}) else None
+    )

@@ -43,8 +43,15 @@ class TrainingMethods(Wrapper):
         """
         self._only_on_the_root("no_sync()")
         self._current_root_state()
-        wrappers = [(one._unit, one._reshards) for one in Wrapper.fsdp_modules(self) if one._unit is not None]
-        before = [(unit, unit.policy.reduces, unit.policy.reshard_after_backward) for unit, _ in wrappers]
+        wrappers = [
+            (one._unit, one._reshards)
+            for one in Wrapper.fsdp_modules(self)
+            if one._unit is not None
+        ]
+        before = [
+            (unit, unit.policy.reduces, unit.policy.reshard_after_backward)
+            for unit, _ in wrappers
+        ]
         for unit, reshards in wrappers:
             # A strategy that keeps units between forward and backward also keeps them until the backward that reduces.
             unit.update_policy(reduces=False, reshard_after_backward=reshards)
@@ -106,7 +113,9 @@ class TrainingMethods(Wrapper):
                 for wrapper, shown in zip(wrappers, before, strict=True):
                     wrapper._shows_clean_names = shown
                     if wrapper._root_state is not None and wrapper._unit is not None:
-                        for extend in wrapper._root_state.iteration.points.values_written:
+                        for (
+                            extend
+                        ) in wrapper._root_state.iteration.points.values_written:
                             extend(wrapper._unit)
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
@@ -123,13 +132,17 @@ class TrainingMethods(Wrapper):
         """Clears all gradients, including those of units that are currently unsharded (FWD-08)."""
         super().zero_grad(set_to_none)
         # The modules of an unsharded unit have views instead of its parameters.
-        for parameter in (one for unit in units_in(self) for one in unit.layout.local_parameters):
+        for parameter in (
+            one for unit in units_in(self) for one in unit.layout.local_parameters
+        ):
             if set_to_none:
                 parameter.grad = None
             elif parameter.grad is not None:
                 parameter.grad.zero_()
 
-    def clip_grad_norm_(self, max_norm: float | int, norm_type: float | int | str = 2.0) -> torch.Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float | int, norm_type: float | int | str = 2.0
+    ) -> torch.Tensor:
         """Scales all gradients so that their total norm, as one vector, is at most ``max_norm`` (CLIP-01 to 10).
 
         Every rank must call it, even a rank without gradients; otherwise the other ranks wait.
@@ -140,17 +153,25 @@ class TrainingMethods(Wrapper):
         Raises:
             RuntimeError: if this is not the root, full parameters are summoned, or a gradient was never reduced.
         """
-        require(arguments.NUMBER, "clip_grad_norm_", max_norm=max_norm, norm_type=norm_type)
+        require(
+            arguments.NUMBER, "clip_grad_norm_", max_norm=max_norm, norm_type=norm_type
+        )
         self._only_on_the_root("clip_grad_norm_()")
         layouts = [unit.layout for unit in units_in(self)]
         ownership.check_reduced("clip_grad_norm_()", layouts)
         parts = [part for layout in layouts for part in gradient_parts(layout)]
-        owned = {parameter for layout in layouts for parameter in layout.local_parameters}
+        owned = {
+            parameter for layout in layouts for parameter in layout.local_parameters
+        }
         for parameter in self.parameters():
             if parameter not in owned:
-                gradient = None if parameter.grad is None else local_tensor(parameter.grad)
+                gradient = (
+                    None if parameter.grad is None else local_tensor(parameter.grad)
+                )
                 parts.append((groups_of(parameter), gradient))
-        return clip_gradients(parts, float(max_norm), float(norm_type), self.compute_device)
+        return clip_gradients(
+            parts, float(max_norm), float(norm_type), self.compute_device
+        )
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Replaces the gradient reduction of all units of the tree (HOOK-01 to 10).
@@ -169,7 +190,9 @@ class TrainingMethods(Wrapper):
             raise AssertionError(message("hook-root-only"))
         wrappers = Wrapper.fsdp_modules(self)
         # Raise this error even with a single replica, because the same program would raise it on several nodes.
-        if any(inner.sharding_strategy in HYBRID_SHARDING_STRATEGIES for inner in wrappers):
+        if any(
+            inner.sharding_strategy in HYBRID_SHARDING_STRATEGIES for inner in wrappers
+        ):
             raise AssertionError(message("hook-hybrid"))
         if any(inner._comm_hook is not None for inner in wrappers):
             raise AssertionError(message("hook-twice"))

@@ -50,18 +50,30 @@ def gradient_parts(layout: FlatLayout) -> list[Part]:
     if not layout.use_orig_params:
         flat = gradients[0]
         ranges = layout.sharding.param_ranges(layout.mesh.shard_index)
-        gradients = [None if flat is None or part.start == part.stop else flat[part] for part in ranges]
-    return [((*shard_groups, *groups_of(spec)), part) for spec, part in zip(layout.specs, gradients, strict=True)]
+        gradients = [
+            None if flat is None or part.start == part.stop else flat[part]
+            for part in ranges
+        ]
+    return [
+        ((*shard_groups, *groups_of(spec)), part)
+        for spec, part in zip(layout.specs, gradients, strict=True)
+    ]
 
 
 def groups_of(sharded: Any) -> tuple[Group, ...]:
     """The groups whose ranks have the other shards of a ``DTensor`` or of its spec. Empty for other values."""
-    axes = [axis for axis, placement in enumerate(getattr(sharded, "placements", ())) if placement.is_shard()]
+    axes = [
+        axis
+        for axis, placement in enumerate(getattr(sharded, "placements", ()))
+        if placement.is_shard()
+    ]
     return tuple(Group.of(sharded.device_mesh.get_group(axis)) for axis in axes)
 
 
 @torch.no_grad()
-def clip_gradients(parts: Iterable[Part], max_norm: float, norm_type: float, device: torch.device) -> torch.Tensor:
+def clip_gradients(
+    parts: Iterable[Part], max_norm: float, norm_type: float, device: torch.device
+) -> torch.Tensor:
     """Scales all gradients in place so that their common norm is at most ``max_norm``. All ranks must call it.
 
     Args:
@@ -77,32 +89,53 @@ def clip_gradients(parts: Iterable[Part], max_norm: float, norm_type: float, dev
     of_groups: dict[tuple[Group, ...], list[torch.Tensor]] = {}
     for groups, part in parts:
         of_groups.setdefault(groups, []).extend([] if part is None else [part])
-    norms = [_norm(gradients, norm_type, device, groups) for groups, gradients in of_groups.items()]
+    norms = [
+        _norm(gradients, norm_type, device, groups)
+        for groups, gradients in of_groups.items()
+    ]
     norm = _norm(norms, norm_type, device)
     every = [gradient for gradients in of_groups.values() for gradient in gradients]
     if not every:
-        warn(message("clip-without-gradients", rank=rank_of_this_process(), dtype=norm.dtype))
+        warn(
+            message(
+                "clip-without-gradients", rank=rank_of_this_process(), dtype=norm.dtype
+            )
+        )
         return norm
     # As in torch: the small constant avoids a division by 0, and the clamp leaves small gradients unchanged.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    factors = {place: factor.to(*place) for place in {(gradient.device, gradient.dtype) for gradient in every}}
+    factors = {
+        place: factor.to(*place)
+        for place in {(gradient.device, gradient.dtype) for gradient in every}
+    }
     for gradient in every:
         gradient.mul_(factors[gradient.device, gradient.dtype])
-    return norm.to(functools.reduce(torch.promote_types, (gradient.dtype for gradient in every)))
+    return norm.to(
+        functools.reduce(torch.promote_types, (gradient.dtype for gradient in every))
+    )
 
 
 def _norm(
-    gradients: Iterable[torch.Tensor], norm_type: float, device: torch.device, groups: Iterable[Group] = ()
+    gradients: Iterable[torch.Tensor],
+    norm_type: float,
+    device: torch.device,
+    groups: Iterable[Group] = (),
 ) -> torch.Tensor:
     """The norm of gradients whose other shards are on the ranks of ``groups``."""
     of_devices: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
         # Compute in the gradient's precision or higher, and then cast to one dtype for the all-reduce.
         dtype = torch.promote_types(gradient.dtype, torch.float32)
-        one = torch.linalg.vector_norm(gradient.detach(), norm_type, dtype=dtype).float()
+        one = torch.linalg.vector_norm(
+            gradient.detach(), norm_type, dtype=dtype
+        ).float()
         of_devices.setdefault(gradient.device, []).append(one)
     norms = [torch.stack(of_one).to(device) for of_one in of_devices.values()]
-    together = torch.cat(norms) if norms else torch.zeros(1, dtype=torch.float32, device=device)
+    together = (
+        torch.cat(norms)
+        if norms
+        else torch.zeros(1, dtype=torch.float32, device=device)
+    )
     norm: torch.Tensor = torch.linalg.vector_norm(together, norm_type)
     for group in groups:
         norm = _sum_over(group, norm, norm_type)
@@ -115,5 +148,11 @@ def _sum_over(group: Group, local: torch.Tensor, norm_type: float) -> torch.Tens
     exponent = 1.0 if is_maximum else norm_type
     power: torch.Tensor = local**exponent
     operation = dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM
-    call(dist.all_reduce, group, power, operation, about=f" of the {float(norm_type)}-norm")
+    call(
+        dist.all_reduce,
+        group,
+        power,
+        operation,
+        about=f" of the {float(norm_type)}-norm",
+    )
     return power ** (1.0 / exponent)

@@ -48,7 +48,13 @@ from torch import nn
 from minifsdp.cases.compiled_models import refuse_compiled
 from minifsdp.cases.modules_in_own_dtype import compute_in_own_dtype
 from minifsdp.engine.messages import message, warn
-from minifsdp.fsdp1.policies import Chosen, Decision, Overrides, decision_of, require_classes
+from minifsdp.fsdp1.policies import (
+    Chosen,
+    Decision,
+    Overrides,
+    decision_of,
+    require_classes,
+)
 
 
 def choose(
@@ -74,7 +80,13 @@ def choose(
     """
     ignored = {inner for module in ignored_modules for inner in module.modules()}
     taken = {*ignored_params, *(p for module in ignored for p in module.parameters())}
-    search = _Search(root_module, decision_of(policy, root_module, ignored), set_apart, taken, decided=set(ignored))
+    search = _Search(
+        root_module,
+        decision_of(policy, root_module, ignored),
+        set_apart,
+        taken,
+        decided=set(ignored),
+    )
     search.visit(root_module, calls_policy=True)
     return search.chosen
 
@@ -99,7 +111,11 @@ class _Search:
     chosen: Chosen = field(default_factory=dict)
 
     def decide(self, module: nn.Module, recurse: bool) -> Overrides | None:
-        return self.decision(module, recurse, sum(p.numel() for p in module.parameters() if p not in self.taken))
+        return self.decision(
+            module,
+            recurse,
+            sum(p.numel() for p in module.parameters() if p not in self.taken),
+        )
 
     def visit(self, module: nn.Module, calls_policy: bool) -> None:
         if module in self.decided:
@@ -123,7 +139,10 @@ class _Search:
 
 
 def apply(
-    root_module: nn.Module, chosen: Chosen, wrapper_cls: Callable[..., nn.Module], kwargs: Mapping[str, Any]
+    root_module: nn.Module,
+    chosen: Chosen,
+    wrapper_cls: Callable[..., nn.Module],
+    kwargs: Mapping[str, Any],
 ) -> None:
     """Replaces each chosen module, at every place, with ``wrapper_cls(module, **kwargs)`` with the module's overrides.
 
@@ -133,7 +152,9 @@ def apply(
         wrapper_cls: creates a wrapper around a module. If it is a collective, every rank must call `apply`.
         kwargs: the arguments for inner units, derived from those of the outer unit (WRAP-14).
     """
-    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {module: [] for module in chosen}
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {
+        module: [] for module in chosen
+    }
     for parent in root_module.modules():
         # named_children() would return a module with two names in one parent only once.
         for name, child in parent._modules.items():
@@ -155,10 +176,16 @@ def refuse_wrapped(root_module: nn.Module, wrapper_cls: type[nn.Module]) -> None
         if isinstance(module, wrapper_cls):
             # Programs for torch's FSDP match the wording up to "in".
             where = path or "the module itself"
-            raise ValueError(message("already-wrapped", module=where, type=type(root_module).__name__))
+            raise ValueError(
+                message(
+                    "already-wrapped", module=where, type=type(root_module).__name__
+                )
+            )
 
 
-def refuse_ties(root_module: nn.Module, chosen: Chosen, ignored_params: set[nn.Parameter]) -> None:
+def refuse_ties(
+    root_module: nn.Module, chosen: Chosen, ignored_params: set[nn.Parameter]
+) -> None:
     """Checks that each parameter belongs to only one unit, because two copies would diverge.
 
     Raises:
@@ -168,11 +195,19 @@ def refuse_ties(root_module: nn.Module, chosen: Chosen, ignored_params: set[nn.P
     # By path, the module that becomes the unit of the module at this path.
     units: dict[str, nn.Module] = {}
     for path, module in root_module.named_modules(remove_duplicate=False):
-        units[path] = unit = module if module in chosen else units.get(path.rpartition(".")[0], root_module)
-        for full_name, parameter in module.named_parameters(path, recurse=False, remove_duplicate=False):
+        units[path] = unit = (
+            module
+            if module in chosen
+            else units.get(path.rpartition(".")[0], root_module)
+        )
+        for full_name, parameter in module.named_parameters(
+            path, recurse=False, remove_duplicate=False
+        ):
             owner, other = first_seen.setdefault(parameter, (unit, full_name))
             if owner is not unit and parameter not in ignored_params:
-                raise ValueError(message("policy-splits-tie", other=other, full_name=full_name))
+                raise ValueError(
+                    message("policy-splits-tie", other=other, full_name=full_name)
+                )
 
 
 def auto_wrap(
@@ -199,7 +234,9 @@ def auto_wrap(
         ValueError: if the tree already has wrappers, ties two units, or has a unit inside a compiled module.
     """
     refuse_wrapped(root_module, wrapper_cls)
-    ignored_classes = getattr(kwargs.get("mixed_precision"), "_module_classes_to_ignore", ())
+    ignored_classes = getattr(
+        kwargs.get("mixed_precision"), "_module_classes_to_ignore", ()
+    )
     set_apart = require_classes(ignored_classes, "_module_classes_to_ignore")
     chosen = choose(root_module, policy, ignored_modules, ignored_params, set_apart)
     refuse_ties(root_module, chosen, set(ignored_params))
@@ -215,11 +252,15 @@ def auto_wrap(
 
 # ---- manually -------------------------------------------------------------------------------------------------------
 
-_DEFAULTS: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = ContextVar("defaults", default=None)
+_DEFAULTS: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = (
+    ContextVar("defaults", default=None)
+)
 
 
 @contextmanager
-def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, None, None]:
+def enable_wrap(
+    *, wrapper_cls: Any, **wrapper_kwargs: Any
+) -> Generator[None, None, None]:
     """Context manager in which `wrap` creates units. On exit, it restores the previous setting (WRAP-12).
 
     The context applies to the current thread or task. An inner context replaces the outer context and its arguments.

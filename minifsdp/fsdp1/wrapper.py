@@ -59,7 +59,12 @@ from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.engine.unit import Phase, Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp1 import build, initial, wrap
 from minifsdp.fsdp1.ignored import find_ignored
-from minifsdp.fsdp1.options import CPUOffload, MixedPrecision, ProcessGroupType, ShardingStrategy
+from minifsdp.fsdp1.options import (
+    CPUOffload,
+    MixedPrecision,
+    ProcessGroupType,
+    ShardingStrategy,
+)
 
 WRAPPED = "_fsdp_wrapped_module"
 PREFIX = WRAPPED + "."
@@ -77,7 +82,11 @@ def is_wrapper(module: nn.Module) -> bool:
 
 def units_in(module: nn.Module) -> list[build.FlatUnit]:
     """The units of all wrappers in ``module``. A wrapper without parameters of its own has none."""
-    return [wrapper._unit for wrapper in Wrapper.fsdp_modules(module) if wrapper._unit is not None]
+    return [
+        wrapper._unit
+        for wrapper in Wrapper.fsdp_modules(module)
+        if wrapper._unit is not None
+    ]
 
 
 class Wrapper(nn.Module):
@@ -124,12 +133,20 @@ class Wrapper(nn.Module):
         super().__init__()
         ignored = find_ignored(module, ignored_modules, ignored_states, is_wrapper)
         self._ignored_modules, self._ignored_params = ignored
-        self.compute_device = build.compute_device(module, device_id, self._ignored_params)
+        self.compute_device = build.compute_device(
+            module, device_id, self._ignored_params
+        )
         ownership.check_one_api(module, "FullyShardedDataParallel")
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-        given = process_group if device_mesh is None else build.groups_of_mesh(process_group, device_mesh, strategy)
+        given = (
+            process_group
+            if device_mesh is None
+            else build.groups_of_mesh(process_group, device_mesh, strategy)
+        )
         has_policy = auto_wrap_policy is not None
-        self._mesh, groups = build.choose_mesh(given, strategy, self.compute_device, has_policy=has_policy)
+        self._mesh, groups = build.choose_mesh(
+            given, strategy, self.compute_device, has_policy=has_policy
+        )
         # With a hybrid strategy, this is the shard group.
         self.process_group = groups[0] if isinstance(groups, tuple) else groups
         self.rank = self.process_group.rank()
@@ -152,7 +169,9 @@ class Wrapper(nn.Module):
                 "device_mesh": device_mesh,
                 # With ignored modules, pass modules, because an inner unit must ignore their buffers too.
                 "ignored_modules": self._ignored_modules or None,
-                "ignored_states": None if self._ignored_modules else self._ignored_params,
+                "ignored_states": None
+                if self._ignored_modules
+                else self._ignored_params,
                 "sharding_strategy": sharding_strategy,
                 "cpu_offload": cpu_offload,
                 "backward_prefetch": backward_prefetch,
@@ -169,17 +188,31 @@ class Wrapper(nn.Module):
             wrapper._is_inner = True
         self.add_module(WRAPPED, module)
         modules = self._own_modules()
-        self._initialize(modules, param_init_fn, moves=device_id is not None, synchronizes=sync_module_states)
+        self._initialize(
+            modules,
+            param_init_fn,
+            moves=device_id is not None,
+            synchronizes=sync_module_states,
+        )
         self._unit = self._make_unit(module, modules)
         events.sharded([("", self), *modules_of_unit([module], is_wrapper)])
 
     def _own_modules(self) -> list[tuple[str, nn.Module]]:
         """The modules whose own parameters and buffers this wrapper manages, with their paths."""
         inside = modules_of_unit([self.module], is_wrapper)
-        return [(path, module) for path, module in inside if module not in self._ignored_modules]
+        return [
+            (path, module)
+            for path, module in inside
+            if module not in self._ignored_modules
+        ]
 
     def _initialize(
-        self, modules: list[tuple[str, nn.Module]], param_init_fn: Any, *, moves: bool, synchronizes: bool
+        self,
+        modules: list[tuple[str, nn.Module]],
+        param_init_fn: Any,
+        *,
+        moves: bool,
+        synchronizes: bool,
     ) -> None:
         """Materializes this unit's initial values, moves them to the device and, if requested, broadcasts them."""
         device = self.compute_device
@@ -188,11 +221,17 @@ class Wrapper(nn.Module):
         if moves:
             initial.move_modules(modules, device, self._ignored_params)
         else:
-            initial.shard_in_place(modules, device, self._ignored_params, sends=synchronizes)
+            initial.shard_in_place(
+                modules, device, self._ignored_params, sends=synchronizes
+            )
         if synchronizes:
-            initial.synchronize(modules, self._mesh, self._ignored_params, type(self.module).__name__)
+            initial.synchronize(
+                modules, self._mesh, self._ignored_params, type(self.module).__name__
+            )
 
-    def _make_unit(self, module: nn.Module, modules: list[tuple[str, nn.Module]]) -> build.FlatUnit | None:
+    def _make_unit(
+        self, module: nn.Module, modules: list[tuple[str, nn.Module]]
+    ) -> build.FlatUnit | None:
         """Creates the unit of the parameters that no inner wrapper manages. Returns ``None`` if there are none."""
         parameters = owned_parameters(modules, self._ignored_params, is_flattened)
         if not parameters:
@@ -201,7 +240,9 @@ class Wrapper(nn.Module):
         find_second_places(modules, parameters)
         use_dense_gradients(parameters)
         chosen = self.mixed_precision
-        precision = Precision(chosen.param_dtype, chosen.reduce_dtype, chosen.keep_low_precision_grads)
+        precision = Precision(
+            chosen.param_dtype, chosen.reduce_dtype, chosen.keep_low_precision_grads
+        )
         is_sharded = self._mesh.shard is not None
         reshards = self.sharding_strategy in build.RESHARDS_AFTER_FORWARD
         layout = FlatLayout(
@@ -219,7 +260,13 @@ class Wrapper(nn.Module):
         plan = ReducePlan.mean(self._mesh, precision.reduces_in(layout.dtype))
         # A unit that is not sharded, and computes in a copy in another dtype, frees the copy.
         self._reshards = reshards if is_sharded else layout.is_copied
-        return Unit(module, layout, [plan], precision, UnitPolicy(reshard_after_forward=self._reshards))
+        return Unit(
+            module,
+            layout,
+            [plan],
+            precision,
+            UnitPolicy(reshard_after_forward=self._reshards),
+        )
 
     # --- the wrapped module ---
 
@@ -261,21 +308,33 @@ class Wrapper(nn.Module):
         except BaseException as error:
             if is_outermost_call:
                 root_state.fail_forward()
-            if unit is not None and "function that returns multiple views" in str(error):
-                raise RuntimeError(message("changed-in-flat", unit=unit.name)) from error
+            if unit is not None and "function that returns multiple views" in str(
+                error
+            ):
+                raise RuntimeError(
+                    message("changed-in-flat", unit=unit.name)
+                ) from error
             raise
         if is_outermost_call:
             output = root_state.end_forward(output)
             if self._full_precision_in_eval and not torch.is_grad_enabled():
-                full_precision_evaluation.choose_precision(Wrapper.fsdp_modules(self), for_backward=True)
+                full_precision_evaluation.choose_precision(
+                    Wrapper.fsdp_modules(self), for_backward=True
+                )
         return output
 
-    def _prepare_inputs(self, args: Any, kwargs: Any, is_outermost_call: bool) -> tuple[Any, Any]:
+    def _prepare_inputs(
+        self, args: Any, kwargs: Any, is_outermost_call: bool
+    ) -> tuple[Any, Any]:
         device = self.compute_device
         chosen = self.mixed_precision
         unit = self._unit
         dtype = chosen.param_dtype
-        casts = chosen.cast_root_forward_inputs if self._is_outermost else chosen.cast_forward_inputs
+        casts = (
+            chosen.cast_root_forward_inputs
+            if self._is_outermost
+            else chosen.cast_forward_inputs
+        )
         casts = casts and (self.module.training or not self._full_precision_in_eval)
         if unit is not None and unit.layout.is_summoned:
             # The full parameters have the stored dtype, and they may be on the CPU.
@@ -311,7 +370,11 @@ class Wrapper(nn.Module):
 
     def _current_root_state(self) -> RootState:
         root_state = self._root_state
-        return self._create_root_state() if root_state is None or root_state.is_dissolved else root_state
+        return (
+            self._create_root_state()
+            if root_state is None or root_state.is_dissolved
+            else root_state
+        )
 
     def _recover_after_error(self) -> None:
         """Cleans up after a backward that raised an exception. Called before the user reads parameters or gradients."""
@@ -320,14 +383,22 @@ class Wrapper(nn.Module):
 
     def _create_root_state(self) -> RootState:
         """Creates the root state of this wrapper, whose forward runs outside of any other wrapper (CTOR-10)."""
-        wrappers = [(clean_name(name), m) for name, m in self.named_modules() if isinstance(m, Wrapper)]
+        wrappers = [
+            (clean_name(name), m)
+            for name, m in self.named_modules()
+            if isinstance(m, Wrapper)
+        ]
         # Wrappers that ran alone before have their own root state. Their units move to this root state (CTOR-11).
         for _, wrapper in wrappers:
             if wrapper._root_state is not None and not wrapper._root_state.is_dissolved:
                 wrapper._root_state.dissolve()
         warn_if_compiled(self._use_orig_params)
         root_state = RootState(
-            [(name, wrapper._unit) for name, wrapper in wrappers if wrapper._unit is not None],
+            [
+                (name, wrapper._unit)
+                for name, wrapper in wrappers
+                if wrapper._unit is not None
+            ],
             self._unit,
             self.compute_device,
             cases=CASES,
@@ -341,12 +412,16 @@ class Wrapper(nn.Module):
             if wrapper._unit is not None:
                 # The backward of the root runs right after its forward.
                 is_kept = wrapper is self and self._mesh.shard is not None
-                wrapper._unit.update_policy(reshard_after_forward=wrapper._reshards and not is_kept)
+                wrapper._unit.update_policy(
+                    reshard_after_forward=wrapper._reshards and not is_kept
+                )
             cast_buffers(wrapper)
         return root_state
 
     @outside_inference_mode
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+    def _apply(
+        self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+    ) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         # Dtype or device may have changed. The layout adapts to this, and the next forward creates a new root state.
         if self._root_state is not None and not self._root_state.is_dissolved:

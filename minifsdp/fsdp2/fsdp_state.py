@@ -3,8 +3,9 @@
 ``fully_shard`` adds no wrapper: the model keeps its modules, its names and its structure. Two hooks on the module,
 before and after its own forward, replace the ``forward`` of a wrapper::
 
-    before    begin an iteration if none is open; cast inputs; all-gather; register unsharded parameters; hook inputs
-    after     cast the output; reshard; register pre-backward hooks on the output
+    before    begin an iteration if this is the outermost call; move and cast inputs; all-gather; register unsharded
+              parameters; hook inputs
+    after     cast the output; register pre-backward hooks on the output; reshard
 
 Worked example: ``fully_shard(block0)``, ``fully_shard(block1)``, ``fully_shard(model)`` create three states. The first
 ``model(batch)`` runs the hook of the third state first, so this state becomes the root. It finds the other two states
@@ -62,7 +63,7 @@ def states_in(module: nn.Module) -> list[tuple[str, FSDPState]]:
     return [(", ".join(found), state) for state, found in names.items()]
 
 
-# The base classes are cases, see ``minifsdp/cases``.
+# The base class is a case, see ``minifsdp/cases``.
 class FSDPState(TorchAttributes):
     """The state of one ``fully_shard`` call.
 
@@ -92,7 +93,7 @@ class FSDPState(TorchAttributes):
         self._mp_policy = policy
         self.reshard_after_forward = reshard_after_forward
         self.root_state: RootState | None = None
-        # ``None`` before the first forward.
+        # ``None`` until there is a root state.
         self._is_root: bool | None = None
         self.shared_comm_streams: CommStreams | None = None
         self._has_begun = False
@@ -101,8 +102,12 @@ class FSDPState(TorchAttributes):
         self._cases: list[FSDPState] = []
         for module in modules:
             module.__dict__[ATTRIBUTE] = self
-            module.register_forward_pre_hook(self.pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self.post_forward, prepend=False, with_kwargs=True)
+            module.register_forward_pre_hook(
+                self.pre_forward, prepend=True, with_kwargs=True
+            )
+            module.register_forward_hook(
+                self.post_forward, prepend=False, with_kwargs=True
+            )
 
     # --- forward ---
 
@@ -111,21 +116,33 @@ class FSDPState(TorchAttributes):
         root_state = self.current_root_state()
         is_inner = module in self.running
         if is_inner:
+            # A second thread looks like an inner call.
             root_state.check_thread()
         self.running.append(module)
         if not is_inner and root_state.begin_forward(self.unit):
             self._has_begun = True
             if self.device.type != "cpu":
                 args, kwargs = move(self.device, (args, kwargs))
-        if self._mp_policy.param_dtype is not None and self._mp_policy.cast_forward_inputs:
+        if (
+            self._mp_policy.param_dtype is not None
+            and self._mp_policy.cast_forward_inputs
+        ):
             args, kwargs = cast_floating(self._mp_policy.param_dtype, (args, kwargs))
         # 2. An inner call uses the parameters that the outer call has all-gathered.
-        if is_inner or self.unit is None or not self.begins_unit(root_state.iteration, self.unit):
+        if (
+            is_inner
+            or self.unit is None
+            or not self.begins_unit(root_state.iteration, self.unit)
+        ):
             return args, kwargs
         root_state.iteration.pre_forward(self.unit)
-        return root_state.iteration.backward_hooks[self.unit].watch_inputs((args, kwargs))
+        return root_state.iteration.backward_hooks[self.unit].watch_inputs(
+            (args, kwargs)
+        )
 
-    def post_forward(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+    def post_forward(
+        self, module: nn.Module, args: Any, kwargs: Any, output: Any
+    ) -> Any:
         """The forward hook. Returns the output to pass to the caller."""
         root_state = self.root_state
         assert root_state is not None
@@ -135,7 +152,9 @@ class FSDPState(TorchAttributes):
         if module in self.running:
             return output
         if self.unit is not None and self.unit.phase is not Phase.PRE_BACKWARD:
-            output = self.leave(root_state.iteration, self.unit, {module}, (args, kwargs), output)
+            output = self.leave(
+                root_state.iteration, self.unit, {module}, (args, kwargs), output
+            )
         elif self._has_begun:
             root_state.iteration.watch(output)
         if self._has_begun:
@@ -151,7 +170,14 @@ class FSDPState(TorchAttributes):
         """Whether this call of a module begins the forward of the unit."""
         return True
 
-    def leave(self, iteration: IterationState, unit: Unit, modules: set[nn.Module], inputs: Any, output: Any) -> Any:
+    def leave(
+        self,
+        iteration: IterationState,
+        unit: Unit,
+        modules: set[nn.Module],
+        inputs: Any,
+        output: Any,
+    ) -> Any:
         """Called when ``modules`` have finished. Ends the forward of the unit. Returns the output to use."""
         output, is_recorded = iteration.watch_output(unit, inputs, output)
         iteration.leave_forward(unit, is_recorded=is_recorded)
@@ -185,7 +211,11 @@ class FSDPState(TorchAttributes):
     def current_root_state(self) -> RootState:
         """The root state of this state. If there is none, creates a root state with this state as its root."""
         root_state = self.root_state
-        return self._create_root_state() if root_state is None or root_state.is_dissolved else root_state
+        return (
+            self._create_root_state()
+            if root_state is None or root_state.is_dissolved
+            else root_state
+        )
 
     def _create_root_state(self) -> RootState:
         found: dict[FSDPState, str] = {}
@@ -195,14 +225,22 @@ class FSDPState(TorchAttributes):
         for state in found:
             if state.root_state is not None and not state.root_state.is_dissolved:
                 if manual_of(state.root_state.iteration) is not None:
-                    raise RuntimeError(message("fsdp-root-only", call="set_manual_backward_finalization"))
+                    raise RuntimeError(
+                        message(
+                            "fsdp-root-only", call="set_manual_backward_finalization"
+                        )
+                    )
                 # Units that the user unsharded manually stay unsharded.
                 state.root_state.dissolve(keeps_unsharded=True)
             if state.unit is not None and state.reshard_after_forward is None:
                 # The root's backward directly follows its forward.
                 state.unit.update_policy(reshard_after_forward=state is not self)
         root_state = RootState(
-            [(name, state.unit) for state, name in found.items() if state.unit is not None],
+            [
+                (name, state.unit)
+                for state, name in found.items()
+                if state.unit is not None
+            ],
             self.unit,
             self.device,
             cases=CASES,

@@ -61,7 +61,10 @@ from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 # Torch's own CPUOffloadPolicy would be treated as no offload.
 _OFFLOAD = Kind(
     "an OffloadPolicy of minifsdp, or None",
-    lambda value: isinstance(value, OffloadPolicy | None) or type(value).__name__ == "OffloadPolicy",
+    lambda value: (
+        isinstance(value, OffloadPolicy | None)
+        or type(value).__name__ == "OffloadPolicy"
+    ),
 )
 
 M = TypeVar("M", bound=nn.Module | list[nn.Module])
@@ -117,7 +120,9 @@ def fully_shard(
     # Policies of torch before 2.15 do not have this field.
     if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
         raise NotImplementedError(message("dtype-override"))
-    modules: list[nn.Module] = list(module) if isinstance(module, list | tuple) else [module]
+    modules: list[nn.Module] = (
+        list(module) if isinstance(module, list | tuple) else [module]
+    )
     shardable.check_modules(modules, is_sharded=lambda one: state_of(one) is not None)
     mesh = mesh if mesh is not None else _default_mesh()
     # With the index of the current device.
@@ -163,7 +168,10 @@ def _default_mesh() -> DeviceMesh:
             raise ValueError(message("no-launcher", error=error)) from error
     # Without `check_available`, a GPU build reports its accelerator even if the machine has none.
     device = torch.accelerator.current_accelerator(check_available=True)
-    return init_device_mesh(device.type if device is not None else "cpu", (torch.distributed.get_world_size(),))
+    return init_device_mesh(
+        device.type if device is not None else "cpu",
+        (torch.distributed.get_world_size(),),
+    )
 
 
 def _groups_of(mesh: DeviceMesh) -> MeshGroups:
@@ -173,19 +181,27 @@ def _groups_of(mesh: DeviceMesh) -> MeshGroups:
         return MeshGroups.sharded(Group.of(mesh.get_group()))
     if mesh.ndim != 2:
         raise ValueError(message("mesh-axes", ndim=mesh.ndim, mesh=mesh))
-    return MeshGroups.hybrid(shard=Group.of(mesh.get_group(1)), replicate=Group.of(mesh.get_group(0)))
+    return MeshGroups.hybrid(
+        shard=Group.of(mesh.get_group(1)), replicate=Group.of(mesh.get_group(0))
+    )
 
 
 def _is_apart(module: nn.Module) -> bool:
     # `replicate` manages the parameters of the modules that it was called on.
-    return state_of(module) is not None or "replicate" in module.__dict__.get(REGISTRY_KEY, ())
+    return state_of(module) is not None or "replicate" in module.__dict__.get(
+        REGISTRY_KEY, ()
+    )
 
 
 def _move_to(
-    device: torch.device, owners: list[tuple[str, nn.Module]], parameters: dict[nn.Parameter, ParamInfo]
+    device: torch.device,
+    owners: list[tuple[str, nn.Module]],
+    parameters: dict[nn.Parameter, ParamInfo],
 ) -> None:
     """Moves parameters and buffers to the compute device, unless they are on the meta device (FS2-15)."""
-    buffers = [buffer for _, module in owners for buffer in module.buffers(recurse=False)]
+    buffers = [
+        buffer for _, module in owners for buffer in module.buffers(recurse=False)
+    ]
     for tensor in (*parameters, *buffers):
         if tensor.device != device and tensor.device.type != "meta":
             # The same tensor object, so that modules that share it still share it.
@@ -193,7 +209,9 @@ def _move_to(
 
 
 def _sharded_params(
-    parameters: dict[nn.Parameter, ParamInfo], mesh: DeviceMesh, placement_fn: Callable[[nn.Parameter], Any] | None
+    parameters: dict[nn.Parameter, ParamInfo],
+    mesh: DeviceMesh,
+    placement_fn: Callable[[nn.Parameter], Any] | None,
 ) -> list[ShardedParam]:
     """Chooses for each parameter how it is sharded, and over which mesh."""
     mesh_groups = {mesh: _groups_of(mesh)}
@@ -205,13 +223,20 @@ def _sharded_params(
             placement, own_mesh = case(placement, own_mesh, info.path)
         if own_mesh not in mesh_groups:
             mesh_groups[own_mesh] = _groups_of(own_mesh)
-        shardable.check_parameter(parameter, info.path, placement, own_mesh.size(own_mesh.ndim - 1))
-        found.append(ShardedParam(info, parameter, own_mesh, mesh_groups[own_mesh], placement))
+        shardable.check_parameter(
+            parameter, info.path, placement, own_mesh.size(own_mesh.ndim - 1)
+        )
+        found.append(
+            ShardedParam(info, parameter, own_mesh, mesh_groups[own_mesh], placement)
+        )
     return found
 
 
 def _make_unit(
-    module: nn.Module, params: list[ShardedParam], options: Options, reshard: bool | int | None
+    module: nn.Module,
+    params: list[ShardedParam],
+    options: Options,
+    reshard: bool | int | None,
 ) -> Unit[PerParameterLayout]:
     # 2. The layout takes the values and registers DTensors on the modules.
     layout = PerParameterLayout(params, options)
@@ -221,8 +246,17 @@ def _make_unit(
     for number, param in enumerate(params):
         numbers_on.setdefault(param.mesh_groups, []).append(number)
     has_one = len(numbers_on) == 1
-    plans = [ReducePlan.mean(on, dtype, None if has_one else frozenset(own)) for on, own in numbers_on.items()]
-    unit = Unit(module, layout, plans, options.precision, UnitPolicy(reshard_after_forward=reshard is not False))
+    plans = [
+        ReducePlan.mean(on, dtype, None if has_one else frozenset(own))
+        for on, own in numbers_on.items()
+    ]
+    unit = Unit(
+        module,
+        layout,
+        plans,
+        options.precision,
+        UnitPolicy(reshard_after_forward=reshard is not False),
+    )
     for case in POLICIES:
         case(unit, reshard)
     return unit

@@ -38,7 +38,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     if state is None:
         return
     if not hasattr(module, method_name):
-        raise ValueError(message("no-such-method", type=type(module), method_name=method_name))
+        raise ValueError(
+            message("no-such-method", type=type(module), method_name=method_name)
+        )
     method = getattr(module, method_name)
 
     # The wrapped function of a method, so that its signature still begins with `self`.
@@ -68,7 +70,9 @@ def share_comm_ctx(modules: list[Any]) -> None:
     require(MODULES, "share_comm_ctx", modules=modules)
     if states := [listed(module) for module in modules]:
         first = states[0].root_state
-        comm_streams = first.comm_streams if first is not None else CommStreams(states[0].device)
+        comm_streams = (
+            first.comm_streams if first is not None else CommStreams(states[0].device)
+        )
         for state in states:
             state.shared_comm_streams = comm_streams
             if state.root_state is not None:

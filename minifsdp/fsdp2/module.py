@@ -29,7 +29,15 @@ from minifsdp.cases.ddp_around import RefusesDDP
 from minifsdp.cases.hook_streams import on_stream
 from minifsdp.cases.manual_finalization import ManualFinalization
 from minifsdp.cases.unsupported_methods import UnsupportedMethods, without_methods
-from minifsdp.checks.arguments import FACTOR, FUNCTION, MODULES, SWITCH, Kind, is_a, require
+from minifsdp.checks.arguments import (
+    FACTOR,
+    FUNCTION,
+    MODULES,
+    SWITCH,
+    Kind,
+    is_a,
+    require,
+)
 from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.messages import message, warn
@@ -38,7 +46,11 @@ from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import State, Unit
 from minifsdp.fsdp2.fsdp_state import ATTRIBUTE, FSDPState, state_of, states_in
 
-RESHARD = Kind("a bool here; a number of ranks can be chosen when fully_shard() is called", is_a(bool), ValueError)
+RESHARD = Kind(
+    "a bool here; a number of ranks can be chosen when fully_shard() is called",
+    is_a(bool),
+    ValueError,
+)
 
 
 class UnshardHandle:
@@ -126,23 +138,38 @@ class FSDPModule(ManualFinalization, RefusesDDP, UnsupportedMethods):
     # --- reduction ---
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Sets whether the next backward ends the iteration. If ``False``, it does not wait for reductions (NEW-07)."""
-        require(SWITCH, "set_is_last_backward", is_last_backward=is_last_backward)
-        self._get_fsdp_state().current_root_state().iteration.is_last_backward = is_last_backward
+        """Sets whether the next backward ends the iteration (NEW-07).
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        If ``False``, the backward waits for reductions only on CPUs.
+        """
+        require(SWITCH, "set_is_last_backward", is_last_backward=is_last_backward)
+        self._get_fsdp_state().current_root_state().iteration.is_last_backward = (
+            is_last_backward
+        )
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
         """Sets whether backward reduces gradients. If ``False``, they stay unsharded and accumulate (FS2-SYNC-01).
 
         To drop gradients that are not reduced yet, call ``zero_grad()`` of the module. ``zero_grad()`` of an optimizer
         only clears ``.grad``, which is ``None`` in this case, and torch has no hook for this method.
         """
-        require(SWITCH, "set_requires_gradient_sync", requires_gradient_sync=requires_gradient_sync)
+        require(
+            SWITCH,
+            "set_requires_gradient_sync",
+            requires_gradient_sync=requires_gradient_sync,
+        )
         _choose(self, recurse, reduces=requires_gradient_sync)
         self.set_requires_all_reduce(requires_gradient_sync, recurse=recurse)
 
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+    def set_requires_all_reduce(
+        self, requires_all_reduce: bool, *, recurse: bool = True
+    ) -> None:
         """Sets whether backward all-reduces over replicas. If ``False``, reduced shards accumulate (NEW-08)."""
-        require(SWITCH, "set_requires_all_reduce", requires_all_reduce=requires_all_reduce)
+        require(
+            SWITCH, "set_requires_all_reduce", requires_all_reduce=requires_all_reduce
+        )
         for plan in _plans(self, recurse):
             plan.all_reduces = requires_all_reduce
 
@@ -157,7 +184,9 @@ class FSDPModule(ManualFinalization, RefusesDDP, UnsupportedMethods):
         warn(message("divide-factor-renamed"), DeprecationWarning)
         self.set_gradient_divide_factor(factor)
 
-    def set_all_reduce_hook(self, hook: Callable[[torch.Tensor], None], *, stream: Any = None) -> None:
+    def set_all_reduce_hook(
+        self, hook: Callable[[torch.Tensor], None], *, stream: Any = None
+    ) -> None:
         """Calls ``hook(reduced)`` with the unit's reduced gradient, 1-D, before it is added to ``.grad`` (NEW-09).
 
         Args:
@@ -173,37 +202,55 @@ class FSDPModule(ManualFinalization, RefusesDDP, UnsupportedMethods):
                 raise ValueError(message("hook-stream"))
             plan.after = hook if stream is None else on_stream(hook, stream)
 
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
         """Sets whether parameters without a gradient on this rank are reduced as zeros (NEW-14)."""
         for unit in _units(self, recurse):
             unit.layout.reduces_unused = reduce_scatter_unused_params
 
     # --- memory ---
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+    def set_reshard_after_forward(
+        self, reshard_after_forward: bool, recurse: bool = True
+    ) -> None:
         """Sets whether the unsharded parameters are freed after forward (NEW-06).
 
         Raises:
             ValueError: if the value is not a bool. Only `fully_shard` accepts a number of ranks, because it creates
                 groups.
         """
-        require(RESHARD, "set_reshard_after_forward", reshard_after_forward=reshard_after_forward)
+        require(
+            RESHARD,
+            "set_reshard_after_forward",
+            reshard_after_forward=reshard_after_forward,
+        )
         for state in _states(self, recurse):
             state.reshard_after_forward = reshard_after_forward
         for unit in _units(self, recurse):
             if unit.policy.post_forward_mesh is not None:
                 # Release shards on the smaller mesh from this iteration. No other code would release them.
                 unit.policy.post_forward_mesh.end()
-            unit.update_policy(reshard_after_forward=reshard_after_forward, post_forward_mesh=None)
+            unit.update_policy(
+                reshard_after_forward=reshard_after_forward, post_forward_mesh=None
+            )
 
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
         """Sets whether the unsharded parameters are freed after backward (NEW-06)."""
-        require(SWITCH, "set_reshard_after_backward", reshard_after_backward=reshard_after_backward)
+        require(
+            SWITCH,
+            "set_reshard_after_backward",
+            reshard_after_backward=reshard_after_backward,
+        )
         _choose(self, recurse, reshard_after_backward=reshard_after_backward)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
         """Sets whether backward needs this unit's parameters. An embedding does not need them, for example (NEW-11)."""
-        require(SWITCH, "set_unshard_in_backward", unshard_in_backward=unshard_in_backward)
+        require(
+            SWITCH, "set_unshard_in_backward", unshard_in_backward=unshard_in_backward
+        )
         _choose(self, recurse=False, unshards_in_backward=unshard_in_backward)
 
     # --- prefetch ---
@@ -254,8 +301,14 @@ class FSDPModule(ManualFinalization, RefusesDDP, UnsupportedMethods):
         super().zero_grad(*args, **kwargs)  # type: ignore[misc]
         set_to_none = kwargs.get("set_to_none", args[0] if args else True)
         _discard_unreduced(units := _units(self, recurse=True))
-        for parameter in (parameter for unit in units for parameter in unit.layout.local_parameters):
-            parameter.grad = None if set_to_none or parameter.grad is None else parameter.grad.zero_()
+        for parameter in (
+            parameter for unit in units for parameter in unit.layout.local_parameters
+        ):
+            parameter.grad = (
+                None
+                if set_to_none or parameter.grad is None
+                else parameter.grad.zero_()
+            )
 
     def _as_root(self, call: str) -> RootState:
         state = self._get_fsdp_state()
@@ -275,12 +328,20 @@ def sharded_class(original: type[Any]) -> type[Any]:
     """A subclass of `FSDPModule` and ``original``, created once for each class."""
     # PyTorch's pipeline schedules check for torch's class. Last, so that no other class inherits its methods.
     # A program may have replaced torch's class by this one.
-    others = () if torch_fsdp.FSDPModule is FSDPModule else (without_methods(torch_fsdp.FSDPModule, FSDPModule),)
+    others = (
+        ()
+        if torch_fsdp.FSDPModule is FSDPModule
+        else (without_methods(torch_fsdp.FSDPModule, FSDPModule),)
+    )
     return type(f"FSDP{original.__name__}", (FSDPModule, original, *others), {})
 
 
 def _states(module: Any, recurse: bool) -> list[FSDPState]:
-    return [state for _, state in states_in(module)] if recurse else [module._get_fsdp_state()]
+    return (
+        [state for _, state in states_in(module)]
+        if recurse
+        else [module._get_fsdp_state()]
+    )
 
 
 def _units(module: Any, recurse: bool) -> list[Unit]:

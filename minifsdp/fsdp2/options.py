@@ -28,7 +28,9 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
-    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(default=None, kw_only=True)
+    param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = (
+        field(default=None, kw_only=True)
+    )
 
 
 @dataclass

@@ -59,7 +59,10 @@ def start() -> None:
     log.store = weakref.ref(store, _stop)
     atexit.register(at_exit)
     # With `--rdzv-backend static`, which `--master-addr` selects, torchrun does not host the store.
-    is_first = dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    is_first = (
+        dist.get_rank() == 0
+        and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    )
     log.watchdog = Watchdog(store, is_first and isinstance(own, TCPStore))
 
 
@@ -105,7 +108,9 @@ def _leave_exit_record(watchdog: Watchdog) -> None:
     # Python stores an uncaught exception here, for any exception hook. An interactive shell also stores the exceptions
     # that it displays. They did not pass through the first frame of the program.
     trace = getattr(sys, "last_traceback", None)
-    was_shown = hasattr(sys, "ps1") or (trace is not None and trace.tb_frame.f_back is not None)
+    was_shown = hasattr(sys, "ps1") or (
+        trace is not None and trace.tb_frame.f_back is not None
+    )
     error = None if was_shown else getattr(sys, "last_value", None)
     said = str(error)
     if error is not None:
@@ -117,7 +122,11 @@ def _leave_exit_record(watchdog: Watchdog) -> None:
         said = str(failed)
         print(said, file=sys.stderr, flush=True)
         # The device may also report an earlier error of its own here.
-        what = "the ranks issued different collectives" if "#E-order-differs" in said else said
+        what = (
+            "the ranks issued different collectives"
+            if "#E-order-differs" in said
+            else said
+        )
         ended = f"by {type(failed).__name__}: {what[:_LONGEST]}"
         # The status shows that the results of the program are wrong.
         log.exit_status = _ExitStatus()
@@ -144,7 +153,9 @@ def _line_of(trace: TracebackType | None) -> str:
 
 def _is_of_backend(error: BaseException) -> bool:
     """Whether a collective of another package raised the error. Errors of gloo have no own type, but name a file."""
-    is_torch_s = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo/" in str(error))
+    is_torch_s = isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo/" in str(error)
+    )
     return is_torch_s and MORE not in str(error)
 
 

@@ -49,12 +49,21 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from minifsdp.checks.collective_log import CollectiveSequence, Entry, Position, called, log, where
+from minifsdp.checks.collective_log import (
+    CollectiveSequence,
+    Entry,
+    Position,
+    called,
+    log,
+    where,
+)
 from minifsdp.checks.place import way_out_of_main_thread
 from minifsdp.engine.messages import rank_of_this_process
 
 State = dict[str, Any]
-Line = list[Any]  # sequence, epoch, number, what, where, iteration, bytes, identity, number of the unit
+Line = list[
+    Any
+]  # sequence, epoch, number, what, where, iteration, bytes, identity, number of the unit
 IDENTITY = 7
 OF_UNIT = 8  # the fields of a line that are compared
 EXIT_RECORD = 1 << 60  # the number of an answer to all questions
@@ -84,22 +93,48 @@ def state_of_this_rank(ended: str = "", failed_at: str = "") -> State:
         "ended": ended,
         "place": failed_at or _place_of_main_thread(),
         "iteration": log.iteration,
-        "last": Entry(*latest[0].entries[-1]).what if latest and latest[0].entries else "",
+        "last": Entry(*latest[0].entries[-1]).what
+        if latest and latest[0].entries
+        else "",
         "waits": work.about if work else "",
-        "waits_at": [work.position[0].key, list(work.position[0].ranks), work.position[1:]] if work else None,
+        "waits_at": [
+            work.position[0].key,
+            list(work.position[0].ranks),
+            work.position[1:],
+        ]
+        if work
+        else None,
         "sequences": {one.key: [one.now, one.last_epoch] for one in _sequences()},
     }
 
 
 def state_of_lost(rank: int) -> State:
     """An exit record for a rank whose process has ended without publishing one."""
-    return {"rank": rank, "ended": LOST, "place": "", "iteration": 0, "last": "", "waits": "", "sequences": {}}
+    return {
+        "rank": rank,
+        "ended": LOST,
+        "place": "",
+        "iteration": 0,
+        "last": "",
+        "waits": "",
+        "sequences": {},
+    }
 
 
 def lines_of_this_rank() -> list[Line]:
     """The last collectives of this rank, in the current and the previous epoch of each sequence."""
     return [
-        [e.group, e.epoch, e.number, e.what, where(e.code, e.line), e.iteration, e.num_bytes, e.identity, e.of_unit]
+        [
+            e.group,
+            e.epoch,
+            e.number,
+            e.what,
+            where(e.code, e.line),
+            e.iteration,
+            e.num_bytes,
+            e.identity,
+            e.of_unit,
+        ]
         for sequence in _sequences()
         for e in itertools.starmap(Entry, tuple(sequence.entries))
         if e.epoch >= sequence.epoch - 1
@@ -115,7 +150,11 @@ def _place_of_main_thread() -> str:
     inside, code, line = way_out_of_main_thread()
     if code is None or inside is None:
         return "outside of the program"
-    return where(code, line) if inside is code else f"in {called(inside)}, {where(code, line)}"
+    return (
+        where(code, line)
+        if inside is code
+        else f"in {called(inside)}, {where(code, line)}"
+    )
 
 
 def different_ranks(
@@ -128,7 +167,11 @@ def different_ranks(
         states: the states of all ranks; only those of the sequence's group are used.
     """
     of_group = [(rank, state) for rank in sequence.ranks if (state := states.get(rank))]
-    both_of = {rank: both for rank, state in of_group if (both := state["sequences"].get(sequence.key))}
+    both_of = {
+        rank: both
+        for rank, state in of_group
+        if (both := state["sequences"].get(sequence.key))
+    }
     epoch = min([epoch, *(now[0] for now, _ in both_of.values())])
     first: dict[Any, int] = {}
     for rank, both in both_of.items():
@@ -136,7 +179,9 @@ def different_ranks(
     return epoch, list(first.values())
 
 
-def divergence(key: str, epoch: int, lists: Mapping[int, list[Line]], what: int = IDENTITY) -> dict[int, Line]:
+def divergence(
+    key: str, epoch: int, lists: Mapping[int, list[Line]], what: int = IDENTITY
+) -> dict[int, Line]:
     """The first position of a sequence where ranks issued different collectives; empty if there is none.
 
     Args:
@@ -147,9 +192,18 @@ def divergence(key: str, epoch: int, lists: Mapping[int, list[Line]], what: int 
     Returns:
         The collective of each of these ranks at that position.
     """
-    of_epoch = {rank: {line[2]: line for line in lines if line[:2] == [key, epoch]} for rank, lines in lists.items()}
-    for number in sorted({number for of_rank in of_epoch.values() for number in of_rank}):
-        there = {rank: of_rank[number] for rank, of_rank in of_epoch.items() if number in of_rank}
+    of_epoch = {
+        rank: {line[2]: line for line in lines if line[:2] == [key, epoch]}
+        for rank, lines in lists.items()
+    }
+    for number in sorted(
+        {number for of_rank in of_epoch.values() for number in of_rank}
+    ):
+        there = {
+            rank: of_rank[number]
+            for rank, of_rank in of_epoch.items()
+            if number in of_rank
+        }
         if len({line[what] for line in there.values()}) > 1:
             return there
     return {}
@@ -159,8 +213,14 @@ def _of_rank(state: State | None) -> str:
     if state is None:
         return "no answer: it is stopped, has sharded no model, is blocked outside of Python, or its machine is lost"
     if state["ended"]:
-        return f"has ended, {state['ended']}" + (f" ({state['place']})" if state["ended"].startswith("by ") else "")
-    doing = f"waits for {state['waits']}" if state["waits"] else f"last sent: {state['last'] or 'nothing'}"
+        return f"has ended, {state['ended']}" + (
+            f" ({state['place']})" if state["ended"].startswith("by ") else ""
+        )
+    doing = (
+        f"waits for {state['waits']}"
+        if state["waits"]
+        else f"last sent: {state['last'] or 'nothing'}"
+    )
     return f"{state['place']}, iteration {state['iteration']}; {doing}"
 
 
@@ -194,11 +254,18 @@ class Findings(NamedTuple):
         if len(said) > MOST_RANKS:
             lines.append(f"and {len(said) - MOST_RANKS} more")
         both = filter(None, (self.diverging, self.other_units))
-        if found := min(both, key=lambda lines: next(iter(lines.values()))[2], default=None):
+        if found := min(
+            both, key=lambda lines: next(iter(lines.values()))[2], default=None
+        ):
             key, _, number = next(iter(found.values()))[:3]
             group = key.partition("#")[0]
-            lines.append(f"The ranks diverge at collective {number} of group {group} since its last comparison:")
-            lines += [f"rank {rank}: {what} ({at})" for rank, (_, _, _, what, at, *_) in found.items()]
+            lines.append(
+                f"The ranks diverge at collective {number} of group {group} since its last comparison:"
+            )
+            lines += [
+                f"rank {rank}: {what} ({at})"
+                for rank, (_, _, _, what, at, *_) in found.items()
+            ]
         return "\n".join([*lines, self.why]).rstrip()
 
     def prove_a_hang(self, position: Position, *, on_cpu: bool) -> bool:
@@ -208,9 +275,19 @@ class Findings(NamedTuple):
         sent everything. On an accelerator, all kernels end with the process.
         """
         sequence, epoch, number = position
-        ended = [state for rank in sequence.ranks if (state := self.states[rank]) and state["ended"]]
-        reached = [one["sequences"].get(sequence.key) for one in ended if on_cpu and one["ended"] == IN_ORDER]
-        crossed = on_cpu and any(self._wait_for_each_other(position, rank) for rank in sequence.ranks)
+        ended = [
+            state
+            for rank in sequence.ranks
+            if (state := self.states[rank]) and state["ended"]
+        ]
+        reached = [
+            one["sequences"].get(sequence.key)
+            for one in ended
+            if on_cpu and one["ended"] == IN_ORDER
+        ]
+        crossed = on_cpu and any(
+            self._wait_for_each_other(position, rank) for rank in sequence.ranks
+        )
         have_sent = sum(both[0][:2] > [epoch, number] for both in reached if both)
         return crossed or bool(self.diverging) or len(ended) > have_sent
 
@@ -224,7 +301,10 @@ class Findings(NamedTuple):
         if key == sequence.key or me not in ranks:
             return False
         # A sequence without any collective is behind every position.
-        others, own = (one["sequences"].get(k, [[]])[0][:2] for one, k in ((other, sequence.key), (mine, key)))
+        others, own = (
+            one["sequences"].get(k, [[]])[0][:2]
+            for one, k in ((other, sequence.key), (mine, key))
+        )
         return bool(others <= at and own <= there)
 
 
@@ -258,7 +338,10 @@ def another_thread_runs() -> bool:
     """Whether another thread of this process runs or waits for a CPU. ``False`` if the system does not show it."""
     for thread in (_SYSTEM / "self/task").glob("*"):
         with suppress(OSError):
-            if thread.name != str(threading.get_native_id()) and _state_in(thread) == "R":
+            if (
+                thread.name != str(threading.get_native_id())
+                and _state_in(thread) == "R"
+            ):
                 return True
     return False
 
@@ -315,11 +398,17 @@ class StoreChannel:
 
     def publish_state(self, number: int, state: State) -> None:
         """Publishes a state, usually of this rank, as the answer to all questions up to ``number``."""
-        self._call("set", f"{state['rank']}/state", json.dumps({**state, "answers": number}))
+        self._call(
+            "set", f"{state['rank']}/state", json.dumps({**state, "answers": number})
+        )
 
     def publish_list(self, number: int) -> None:
         """Publishes this rank's last collectives for all requests up to ``number``."""
-        self._call("set", f"{self.rank}/list", json.dumps({"lines": lines_of_this_rank(), "answers": number}))
+        self._call(
+            "set",
+            f"{self.rank}/list",
+            json.dumps({"lines": lines_of_this_rank(), "answers": number}),
+        )
 
     def announce_exit(self) -> None:
         """Notifies all ranks that the host of the store exits; its exit record is already published."""
@@ -327,16 +416,24 @@ class StoreChannel:
 
     def states(self, number: int, limit: float) -> dict[int, State | None]:
         """The answer of each rank to question ``number``; ``None`` if there is none after ``limit`` seconds."""
-        return self._answers("state", dict.fromkeys(range(self.num_ranks), number), limit)
+        return self._answers(
+            "state", dict.fromkeys(range(self.num_ranks), number), limit
+        )
 
     def lists(self, ranks: Iterable[int], limit: float) -> dict[int, list[Line]]:
         """The last collectives of some ranks, without ranks that do not answer within ``limit`` seconds."""
         wanted = {rank: int(self._call("add", f"{rank}/wanted", 1)) for rank in ranks}
-        return {rank: answer["lines"] for rank, answer in self._answers("list", wanted, limit).items() if answer}
+        return {
+            rank: answer["lines"]
+            for rank, answer in self._answers("list", wanted, limit).items()
+            if answer
+        }
 
     def is_lost(self, rank: int) -> bool:
         """Whether the process of a rank ran on this machine and has ended."""
-        return (process := self._read(f"{rank}/process")) is not None and has_ended(process)
+        return (process := self._read(f"{rank}/process")) is not None and has_ended(
+            process
+        )
 
     def delete_keys(self, limit: float) -> None:
         """Deletes the keys of the destroyed group, once all ranks have destroyed it. Waits for them up to ``limit``.
@@ -360,13 +457,18 @@ class StoreChannel:
         while self._call("check", [_DESTROYED]):
             if time.monotonic() > until:
                 # The last rank deletes the keys only if it counts all others. It may be doing this at this moment.
-                if not counts or int(self._call("add", _DESTROYED, -1)) != self.num_ranks - 1:
+                if (
+                    not counts
+                    or int(self._call("add", _DESTROYED, -1)) != self.num_ranks - 1
+                ):
                     return
                 until = until + limit
                 counts = False
             time.sleep(HASTE)
 
-    def _answers(self, what: str, numbers: Mapping[int, int], limit: float) -> dict[int, State | None]:
+    def _answers(
+        self, what: str, numbers: Mapping[int, int], limit: float
+    ) -> dict[int, State | None]:
         found: dict[int, State | None] = dict.fromkeys(numbers)
         until = time.monotonic() + limit
         while True:
@@ -381,7 +483,9 @@ class StoreChannel:
 
     def _read(self, key: str) -> Any:
         """The value of ``key``, or ``None``."""
-        return json.loads(self._call("get", key)) if self._call("check", [key]) else None
+        return (
+            json.loads(self._call("get", key)) if self._call("check", [key]) else None
+        )
 
     def _call(self, name: str, *arguments: Any) -> Any:
         if self.is_gone:

@@ -50,7 +50,9 @@ from minifsdp.watchdog import report
 
 _UNSENT_TAG = 0x6D696E6B  # the tag of a message that is never sent
 TICK = 0.25  # seconds between two looks at the store
-PATIENCE = 2.0  # seconds that the main thread may wait before this thread queries the others
+PATIENCE = (
+    2.0  # seconds that the main thread may wait before this thread queries the others
+)
 DESTROY_LIMIT = 1.0  # seconds that a rank waits, after it has destroyed its group, until others have done so
 LIMIT = 2.0  # seconds that other ranks have to answer
 
@@ -135,7 +137,9 @@ class Watchdog:
         self._has_ended.wait(LIMIT)
         if self._is_host:
             with suppress(Exception):
-                self._channel.states(report.EXIT_RECORD, 2 * LIMIT if is_failure else 2 * TICK)
+                self._channel.states(
+                    report.EXIT_RECORD, 2 * LIMIT if is_failure else 2 * TICK
+                )
 
     # --- the thread ---
 
@@ -173,7 +177,9 @@ class Watchdog:
             raise RuntimeError
         asked, wanted = self._channel.requests()
         if asked > self._answered:
-            self._channel.publish_state(asked, report.state_of_this_rank(failed_at=self.failed_at))
+            self._channel.publish_state(
+                asked, report.state_of_this_rank(failed_at=self.failed_at)
+            )
             self._answered = asked
             self._answered_at = time.monotonic()
         if wanted > self._listed:
@@ -183,7 +189,9 @@ class Watchdog:
     def _publish_exit(self, ended: str) -> None:
         self._answered = self._listed = report.EXIT_RECORD
         self._channel.publish_list(report.EXIT_RECORD)
-        self._channel.publish_state(report.EXIT_RECORD, report.state_of_this_rank(ended, self.failed_at))
+        self._channel.publish_state(
+            report.EXIT_RECORD, report.state_of_this_rank(ended, self.failed_at)
+        )
         if self._is_host:
             self._channel.announce_exit()
 
@@ -191,7 +199,11 @@ class Watchdog:
         """The answers to a question; if ranks differ at ``position``, also their lists."""
         channel = self._channel
         states = channel.states(number, LIMIT)
-        for rank in [rank for rank, state in states.items() if state is None and channel.is_lost(rank)]:
+        for rank in [
+            rank
+            for rank, state in states.items()
+            if state is None and channel.is_lost(rank)
+        ]:
             states[rank] = lost = report.state_of_lost(rank)
             channel.publish_state(report.EXIT_RECORD, lost)
         if position is not None:
@@ -199,17 +211,26 @@ class Watchdog:
             if len(ranks) > 1:
                 lists = channel.lists(ranks[: report.MOST_RANKS], LIMIT)
                 at = (position[0].key, epoch, lists)
-                return report.Findings(states, lists, report.divergence(*at), report.divergence(*at, report.OF_UNIT))
+                return report.Findings(
+                    states,
+                    lists,
+                    report.divergence(*at),
+                    report.divergence(*at, report.OF_UNIT),
+                )
         return report.Findings(states, {channel.rank: report.lines_of_this_rank()})
 
     def _find_alone(self) -> report.Findings:
         """The findings if no other rank can be queried."""
         channel = self._channel
         why = report.GONE if self._channel.is_gone else report.SILENT
-        states: dict[int, report.State | None] = {channel.rank: report.state_of_this_rank(failed_at=self.failed_at)}
+        states: dict[int, report.State | None] = {
+            channel.rank: report.state_of_this_rank(failed_at=self.failed_at)
+        }
         if channel.of_host is not None:
             states[channel.of_host["rank"]] = channel.of_host
-        return report.Findings(states, {channel.rank: report.lines_of_this_rank()}, why=why)
+        return report.Findings(
+            states, {channel.rank: report.lines_of_this_rank()}, why=why
+        )
 
     def _is_stuck(self) -> bool:
         """Whether the main thread has waited for the same collective, or for the device, longer than expected."""
@@ -242,15 +263,22 @@ class Watchdog:
             return
         # If another rank has asked a moment ago, those answers are recent enough. A proof needs new answers.
         just_now = time.monotonic() - self._answered_at < 2 * TICK
-        found = self._find(position, self._answered if just_now else self._channel.ask())
+        found = self._find(
+            position, self._answered if just_now else self._channel.ask()
+        )
         if not found.prove_a_hang(position, on_cpu=is_known):
             self._print_once(position, found)
             return
         found = self._find(position, self._channel.ask())
-        if found.prove_a_hang(position, on_cpu=is_known) and log.last_position == position:
+        if (
+            found.prove_a_hang(position, on_cpu=is_known)
+            and log.last_position == position
+        ):
             sequence = position[0]
             self.last = found
-            log.fatal_error = message("waits-in-vain", ranks=list(sequence.ranks), report=found.text())
+            log.fatal_error = message(
+                "waits-in-vain", ranks=list(sequence.ranks), report=found.text()
+            )
             if on_device or not is_known:
                 # On an accelerator, the main thread may not wait, or the abort may end the process.
                 print(log.fatal_error, file=sys.stderr, flush=True)
@@ -258,19 +286,37 @@ class Watchdog:
 
     def _print_once(self, position: Position, found: report.Findings) -> None:
         """After a long wait, one of the waiting ranks prints the state of each rank. All ranks keep waiting."""
-        waits = [rank for rank in position[0].ranks if (state := found.states[rank]) and state["waits"]]
-        if self._patience >= 16 * PATIENCE and not self._has_printed and self._channel.rank in waits[:1]:
-            print(message("still-waiting", report=found.text()), file=sys.stderr, flush=True)
+        waits = [
+            rank
+            for rank in position[0].ranks
+            if (state := found.states[rank]) and state["waits"]
+        ]
+        if (
+            self._patience >= 16 * PATIENCE
+            and not self._has_printed
+            and self._channel.rank in waits[:1]
+        ):
+            print(
+                message("still-waiting", report=found.text()),
+                file=sys.stderr,
+                flush=True,
+            )
             self._has_printed = True
 
 
 def _is_complete(event: Any) -> bool:
     """Whether an accelerator has reached an event. Sets the device, because this thread has no current device."""
     device = getattr(event, "device", None)
-    with nullcontext() if device is None else torch.get_device_module(device).device(device):
+    with (
+        nullcontext()
+        if device is None
+        else torch.get_device_module(device).device(device)
+    ):
         # In the mode of a new thread, the query would invalidate a capture of a CUDA graph in any thread. In mode 1,
         # `cudaStreamCaptureModeThreadLocal`, it does not. torch has loaded the library for the whole process.
-        if exchange := getattr(ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None):
+        if exchange := getattr(
+            ctypes.CDLL(None), "cudaThreadExchangeStreamCaptureMode", None
+        ):
             exchange(ctypes.byref(ctypes.c_int(1)))
         return bool(event.query())
 
@@ -290,6 +336,8 @@ def close(process_group: Any) -> None:
                 # The backend cannot abort. But a receive that times out closes all connections of its group.
                 other = (backend.rank() + 1) % backend.size()
                 unsent = torch.zeros(1, dtype=torch.uint8, device="cpu")
-                backend.recv([unsent], other, _UNSENT_TAG).wait(timedelta(milliseconds=1))
+                backend.recv([unsent], other, _UNSENT_TAG).wait(
+                    timedelta(milliseconds=1)
+                )
             else:
                 backend.abort()

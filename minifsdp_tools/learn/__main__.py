@@ -18,7 +18,12 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from minifsdp_tools.learn.exercises import Exercise, Progress, common_feedback, exercises
+from minifsdp_tools.learn.exercises import (
+    Exercise,
+    Progress,
+    common_feedback,
+    exercises,
+)
 from minifsdp_tools.learn.grader import grade
 
 
@@ -33,14 +38,27 @@ def _check(exercise: Exercise, path: Path, progress: Progress, seconds: float) -
     print(f"Exercise {exercise.number}: {exercise.title}\n")
     for number, check in enumerate(exercise.checks):
         is_next = number == verdict.num_passed
-        result = "failed " if is_next else "passed " if number < verdict.num_passed else "not run"
+        result = (
+            "failed "
+            if is_next
+            else "passed "
+            if number < verdict.num_passed
+            else "not run"
+        )
         print(f"{result}  {check.what} [{check.requirements}]")
         if is_next:
-            print("\n" + textwrap.indent(textwrap.fill(verdict.text, 100), "    ") + "\n")
+            print(
+                "\n" + textwrap.indent(textwrap.fill(verdict.text, 100), "    ") + "\n"
+            )
     is_solved = verdict.entry is None
     progress.set_solved(exercise, is_solved)
     names = ", ".join(place.replace(":", ".") for place in exercise.places.values())
-    _say("solved" if is_solved else "go-on", number=exercise.number, names=names, page=exercise.page)
+    _say(
+        "solved" if is_solved else "go-on",
+        number=exercise.number,
+        names=names,
+        page=exercise.page,
+    )
     return int(not is_solved)
 
 
@@ -57,25 +75,44 @@ def _start(exercise: Exercise, path: Path) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. Returns 0, or 1 if a check fails, or 2 if the file is missing or exists already."""
-    parser = argparse.ArgumentParser("python -m minifsdp_tools.learn", description="Write functions of minifsdp.")
-    parser.add_argument("command", choices=("list", "start", "hint", "check", "progress"))
+    parser = argparse.ArgumentParser(
+        "python -m minifsdp_tools.learn", description="Write functions of minifsdp."
+    )
+    parser.add_argument(
+        "command", choices=("list", "start", "hint", "check", "progress")
+    )
     numbers = [exercise.number for exercise in exercises()]
-    parser.add_argument("number", type=int, nargs="?", choices=numbers, help="the exercise")
-    parser.add_argument("--folder", type=Path, default=Path("minifsdp-exercises"), help="your files and your progress")
-    parser.add_argument("--seconds", type=float, default=60, help="the time limit of a check")
+    parser.add_argument(
+        "number", type=int, nargs="?", choices=numbers, help="the exercise"
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path("minifsdp-exercises"),
+        help="your files and your progress",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="the time limit of a check"
+    )
     options = parser.parse_args(arguments)
     progress = Progress(options.folder)
     if options.command in ("list", "progress"):
         for exercise in exercises():
             mark = "solved" if exercise.number in progress.solved else ""
             num_hints = progress.num_hints(exercise)
-            hints = f"{num_hints} of {len(exercise.hints)} hints" if num_hints and options.command == "progress" else ""
+            hints = (
+                f"{num_hints} of {len(exercise.hints)} hints"
+                if num_hints and options.command == "progress"
+                else ""
+            )
             print(f"{exercise.number:2}  {exercise.title:36} {mark:7} {hints}".rstrip())
         return 0
     if options.seconds <= 0:
         parser.error(common_feedback()["no-seconds"].strip())
     if options.number is None:
-        parser.error(common_feedback()["no-number"].strip().format(command=options.command))
+        parser.error(
+            common_feedback()["no-number"].strip().format(command=options.command)
+        )
     exercise = exercises()[numbers.index(options.number)]
     path = options.folder / exercise.file_name
     if options.command == "start":
@@ -84,7 +121,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if progress.num_hints(exercise) == len(exercise.hints):
             _say("no-more-hints")
         for number, hint in enumerate(progress.next_hints(exercise), 1):
-            print(f"Hint {number} of {len(exercise.hints)}:\n{textwrap.indent(hint.strip(), '    ')}\n")
+            print(
+                f"Hint {number} of {len(exercise.hints)}:\n{textwrap.indent(hint.strip(), '    ')}\n"
+            )
         return 0
     if not path.exists():
         _say("no-file", path=path, number=exercise.number)

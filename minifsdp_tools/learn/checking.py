@@ -63,18 +63,26 @@ def recorded_collectives(
         def call(*given: Any, **options: Any) -> Any:
             calls.append(name)
             if before is not None:
-                before(name, inspect.signature(function).bind(*given, **options).arguments)
+                before(
+                    name, inspect.signature(function).bind(*given, **options).arguments
+                )
             handle = function(*given, **options)
             if running is None:
                 return handle
             running[name] = handle
-            return SimpleNamespace(wait=lambda: (running.pop(name, None), handle.wait()))
+            return SimpleNamespace(
+                wait=lambda: (running.pop(name, None), handle.wait())
+            )
 
         return call
 
     replacements = {
         function: recorded(function)
-        for function in (collectives.reduce_scatter, collectives.all_reduce, collectives.all_gather)
+        for function in (
+            collectives.reduce_scatter,
+            collectives.all_reduce,
+            collectives.all_gather,
+        )
     }
     for function, replacement in replacements.items():
         replace_everywhere(function, replacement, "minifsdp")
@@ -92,13 +100,17 @@ def replace_everywhere(old: Any, new: Any, prefix: str | tuple[str, ...]) -> Non
     """
     for module in list(sys.modules.values()):
         if module.__name__.startswith(prefix):
-            vars(module).update({key: new for key, value in vars(module).items() if value is old})
+            vars(module).update(
+                {key: new for key, value in vars(module).items() if value is old}
+            )
 
 
 def small_model() -> nn.Sequential:
     """A model with three layers of uneven sizes and equal values on all ranks."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1))
+    return nn.Sequential(
+        nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3), nn.Tanh(), nn.Linear(3, 1)
+    )
 
 
 def train(
@@ -119,7 +131,10 @@ def train(
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
     for step in range(num_steps):
         batch = torch.linspace(-1, 1, 12 * num_ranks).view(4 * num_ranks, 3) + step
-        for each, part in ((plain, batch), (model, batch.chunk(num_ranks)[dist.get_rank()])):
+        for each, part in (
+            (plain, batch),
+            (model, batch.chunk(num_ranks)[dist.get_rank()]),
+        ):
             each(part).square().mean().backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -127,9 +142,22 @@ def train(
     expected = dict(plain.named_parameters())
     for name, value in values_of(model).items():
         right = expected[name].detach()
-        expect(value.shape == right.shape, "train-shape", name=name, got=tuple(value.shape), right=tuple(right.shape))
+        expect(
+            value.shape == right.shape,
+            "train-shape",
+            name=name,
+            got=tuple(value.shape),
+            right=tuple(right.shape),
+        )
         off = (value - right).abs().max().item() if value.numel() else 0.0
-        expect(off < 1e-4, "train-values", name=name, off=f"{off:.2g}", num_steps=num_steps, num_ranks=num_ranks)
+        expect(
+            off < 1e-4,
+            "train-values",
+            name=name,
+            off=f"{off:.2g}",
+            num_steps=num_steps,
+            num_ranks=num_ranks,
+        )
 
 
 def wrapped(model: nn.Module) -> nn.Module:
@@ -141,7 +169,10 @@ def wrapped(model: nn.Module) -> nn.Module:
 def summoned_values(model: nn.Module) -> dict[str, torch.Tensor]:
     """The unsharded values of a model in the wrapper."""
     with FullyShardedDataParallel.summon_full_params(model):
-        return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        return {
+            name: parameter.detach().clone()
+            for name, parameter in model.named_parameters()
+        }
 
 
 def fully_sharded(model: nn.Module) -> nn.Module:

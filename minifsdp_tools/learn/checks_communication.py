@@ -56,20 +56,33 @@ def _reduced(
             output = arguments["local_shard"]
             whole = arguments["whole"]
             size = arguments["group"].size
-            expect(output.dtype is whole.dtype, "output-dtype", got=output.dtype, right=whole.dtype)
+            expect(
+                output.dtype is whole.dtype,
+                "output-dtype",
+                got=output.dtype,
+                right=whole.dtype,
+            )
             fits = output.numel() * size == whole.numel()
-            expect(fits, "output-size", got=output.numel(), whole=whole.numel(), size=size)
+            expect(
+                fits, "output-size", got=output.numel(), whole=whole.numel(), size=size
+            )
 
     def accept_gradient(gradient: Gradient, local_shard: torch.Tensor) -> None:
         expect(not running, "not-waited", names=[*running])
         results.append(local_shard)
 
-    def pack(gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False) -> torch.Tensor:
+    def pack(
+        gradient: Gradient, dtype: torch.dtype, *, is_written: bool = False
+    ) -> torch.Tensor:
         dtypes.append(dtype)
         return gradient.parts[0].to(dtype, copy=True)
 
     layout: Any = SimpleNamespace(
-        offloads=False, name="block", local_parameters=[], pack=pack, accept_gradient=accept_gradient
+        offloads=False,
+        name="block",
+        local_parameters=[],
+        pack=pack,
+        accept_gradient=accept_gradient,
     )
     reducer = Reducer(CommStreams(torch.device("cpu")))
     with recorded_collectives(running, before) as calls:
@@ -78,7 +91,11 @@ def _reduced(
         reducer.finish()
     expect(len(results) == 1, "not-accepted", number=len(results))
     expect(dtypes == [dtype], "reduce-dtype", got=dtypes, right=dtype)
-    return results[0], [name for name in calls if name not in ("prepare", "complete")], calls
+    return (
+        results[0],
+        [name for name in calls if name not in ("prepare", "complete")],
+        calls,
+    )
 
 
 def _world() -> Group:
@@ -101,7 +118,9 @@ def shard_of_mean() -> None:
 
 def replicas() -> None:
     """NO_SHARD: one all-reduce; the divisor is the number of ranks and not of shards."""
-    got, calls, _ = _reduced(MeshGroups.replicated(_world()), torch.full((4,), 2.0 + 4 * dist.get_rank()))
+    got, calls, _ = _reduced(
+        MeshGroups.replicated(_world()), torch.full((4,), 2.0 + 4 * dist.get_rank())
+    )
     expect("all_reduce" in calls, "no-all-reduce", calls=calls)
     expect(not got.eq(8).all(), "sum-of-replicas")
     expect(got.tolist() == [4.0] * 4, "replicas", got=got.tolist())
@@ -112,7 +131,9 @@ def replicas() -> None:
 def replicated_shards() -> None:
     """HYBRID_SHARD: a reduce-scatter, and an all-reduce of the shard. The same two ranks are both groups here."""
     ones = torch.tensor([2.0, 4.0, 6.0, 8.0])
-    got, calls, steps = _reduced(MeshGroups(_world(), _world()), ones * (1 + 2 * dist.get_rank()))
+    got, calls, steps = _reduced(
+        MeshGroups(_world(), _world()), ones * (1 + 2 * dist.get_rank())
+    )
     right = ["prepare", "reduce_scatter", "all_reduce", "complete"]
     expect(calls == right[1:3], "both-groups", calls=calls)
     # The sums of the shards are [8, 16] and [24, 32]; their sum is divided by 4.
@@ -123,7 +144,9 @@ def replicated_shards() -> None:
 
 def half_precision() -> None:
     """float16: the division is split in two, so that the sum does not overflow."""
-    got, _, _ = _reduced(MeshGroups.sharded(_world()), torch.full((4,), 40000.0), torch.float16)
+    got, _, _ = _reduced(
+        MeshGroups.sharded(_world()), torch.full((4,), 40000.0), torch.float16
+    )
     expect(got.isfinite().all(), "overflow", got=got.tolist())
     expect(torch.equal(got, torch.full((2,), 40000.0).half()), "half", got=got.tolist())
 
@@ -198,7 +221,9 @@ def each_iteration() -> None:
 # --- 6: the rate limiter ---
 
 
-def _limited(num_released: int, num_in_flight: int = 2, enabled: bool = True) -> tuple[Any, list[int]]:
+def _limited(
+    num_released: int, num_in_flight: int = 2, enabled: bool = True
+) -> tuple[Any, list[int]]:
     """A limiter after reshards of several units whose work runs, and the numbers of the units it waited for."""
     limiter = RateLimiter(enabled, num_in_flight)
     waited = list[int]()
@@ -209,7 +234,9 @@ def _limited(num_released: int, num_in_flight: int = 2, enabled: bool = True) ->
 
 
 def _event(number: int, waited: list[int]) -> Any:
-    return SimpleNamespace(query=lambda: number in waited, synchronize=lambda: waited.append(number))
+    return SimpleNamespace(
+        query=lambda: number in waited, synchronize=lambda: waited.append(number)
+    )
 
 
 def waits_for_oldest() -> None:

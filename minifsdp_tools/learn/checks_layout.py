@@ -41,7 +41,13 @@ def ranges_of_ranks() -> None:
             mine = dist.get_rank()
             is_mine = index != mine and found == slice(mine * size, (mine + 1) * size)
             expect(not is_mine, "not-index", index=index, other=mine)
-            expect((found.start, found.stop) == (right.start, right.stop), "range", got=found, right=right, **here)
+            expect(
+                (found.start, found.stop) == (right.start, right.stop),
+                "range",
+                got=found,
+                right=right,
+                **here,
+            )
 
 
 def shards_of_example() -> None:
@@ -53,15 +59,47 @@ def shards_of_example() -> None:
         padded[: sharding.numel] = torch.cat(values)
         for index, right in enumerate(padded.chunk(num_shards)):
             shard = sharding.make_shard(values, index)
-            expect(len(values) == len(numels), "changes-list", got=len(values), right=len(numels))
-            here = {"numels": numels, "num_shards": num_shards, "rank": index, "right": right.tolist()}
+            expect(
+                len(values) == len(numels),
+                "changes-list",
+                got=len(values),
+                right=len(numels),
+            )
+            here = {
+                "numels": numels,
+                "num_shards": num_shards,
+                "rank": index,
+                "right": right.tolist(),
+            }
             size = sharding.shard_numel
-            expect(isinstance(shard, torch.Tensor), "no-tensor", got=type(shard).__name__)
-            expect(shard.shape == (size,), "size", got=tuple(shard.shape), size=size, **here)
+            expect(
+                isinstance(shard, torch.Tensor), "no-tensor", got=type(shard).__name__
+            )
+            expect(
+                shard.shape == (size,),
+                "size",
+                got=tuple(shard.shape),
+                size=size,
+                **here,
+            )
             num_values = max(0, min(size, sharding.numel - index * size))
-            others = [other for other, chunk in enumerate(padded.chunk(num_shards)) if torch.equal(shard, chunk)]
-            expect(index in others or not others, "not-index", index=index, other=others and others[0])
-            expect(torch.equal(shard[:num_values], right[:num_values]), "values", got=shard.tolist(), **here)
+            others = [
+                other
+                for other, chunk in enumerate(padded.chunk(num_shards))
+                if torch.equal(shard, chunk)
+            ]
+            expect(
+                index in others or not others,
+                "not-index",
+                index=index,
+                other=others and others[0],
+            )
+            expect(
+                torch.equal(shard[:num_values], right[:num_values]),
+                "values",
+                got=shard.tolist(),
+                **here,
+            )
             expect(torch.equal(shard, right), "padding", got=shard.tolist(), **here)
 
 
@@ -72,7 +110,9 @@ def shards_have_own_memory() -> None:
         shard = flat_tensor.FlatSharding(numels, num_shards).make_shard(values, 0)
         num_bytes = shard.untyped_storage().nbytes()
         size = shard.nbytes
-        expect(num_bytes == size, "memory", got=num_bytes, size=size, num_shards=num_shards)
+        expect(
+            num_bytes == size, "memory", got=num_bytes, size=size, num_shards=num_shards
+        )
         for value in values:
             value.fill_(7)
         expect(shard.eq(1).all(), "shared", num_shards=num_shards)
@@ -86,7 +126,12 @@ def shards_of_any_tensor() -> None:
         shard = flat_tensor.FlatSharding((6,), 2).make_shard([value], 1)
         right = value.reshape(-1)[3:]
         expect(shard.dtype is value.dtype, "dtype", got=shard.dtype, right=value.dtype)
-        expect(torch.equal(shard, right), "matrix", got=shard.tolist(), right=right.tolist())
+        expect(
+            torch.equal(shard, right),
+            "matrix",
+            got=shard.tolist(),
+            right=right.tolist(),
+        )
     shard = flat_tensor.FlatSharding((6,), 2).make_shard([matrix.to("meta")], 0)
     expect(shard.device.type == "meta", "device", got=shard.device)
 
@@ -100,22 +145,43 @@ def ranges_along_dim() -> None:
     """The ranges are those of ``torch.chunk``."""
     for size, num_shards in SIZES:
         chunks = [list(chunk) for chunk in torch.arange(size).chunk(num_shards) if size]
-        right = [[int(row) for row in chunk] for chunk in chunks] + [[]] * (num_shards - len(chunks))
-        found = [shards.shard_range(size, num_shards, index) for index in range(num_shards)]
+        right = [[int(row) for row in chunk] for chunk in chunks] + [[]] * (
+            num_shards - len(chunks)
+        )
+        found = [
+            shards.shard_range(size, num_shards, index) for index in range(num_shards)
+        ]
         expect(all(isinstance(one, range) for one in found), "no-range", got=found[0])
         is_within = all(one.start <= size and one.stop <= size for one in found)
         expect(is_within, "beyond", got=found, size=size, num_shards=num_shards)
         got = [[*one] for one in found]
         here = {"size": size, "num_shards": num_shards, "got": got, "right": right}
-        expect([row for one in got for row in one] == list(range(size)), "not-all-rows", **here)
+        expect(
+            [row for one in got for row in one] == list(range(size)),
+            "not-all-rows",
+            **here,
+        )
         expect(got == right, "rows", **here)
 
 
 def equal_messages() -> None:
     """Each rank sends the same number of elements: that of the largest shard."""
-    for shape, dim, num_shards, right in (((5, 3), 0, 4, 6), ((1, 4), 0, 2, 4), ((2, 6), 1, 3, 4), ((3,), 0, 4, 1)):
+    for shape, dim, num_shards, right in (
+        ((5, 3), 0, 4, 6),
+        ((1, 4), 0, 2, 4),
+        ((2, 6), 1, 3, 4),
+        ((3,), 0, 4, 1),
+    ):
         got = shards.padded_shard_numel(torch.Size(shape), dim, num_shards)
-        expect(got == right, "sent", shape=shape, dim=dim, num_shards=num_shards, got=got, right=right)
+        expect(
+            got == right,
+            "sent",
+            shape=shape,
+            dim=dim,
+            num_shards=num_shards,
+            got=got,
+            right=right,
+        )
 
 
 def shards_are_views() -> None:
@@ -126,10 +192,31 @@ def shards_are_views() -> None:
         for index in range(num_shards):
             right = chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
             got = shards.shard_of(tensor, dim, num_shards, index)
-            here = {"shape": shape, "dim": dim, "num_shards": num_shards, "index": index}
-            expect(got.shape == right.shape, "shard-shape", got=tuple(got.shape), right=tuple(right.shape), **here)
-            expect(torch.equal(got, right), "shard-values", got=got.tolist(), right=right.tolist(), **here)
-            is_view = not got.numel() or got.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            here = {
+                "shape": shape,
+                "dim": dim,
+                "num_shards": num_shards,
+                "index": index,
+            }
+            expect(
+                got.shape == right.shape,
+                "shard-shape",
+                got=tuple(got.shape),
+                right=tuple(right.shape),
+                **here,
+            )
+            expect(
+                torch.equal(got, right),
+                "shard-values",
+                got=got.tolist(),
+                right=right.tolist(),
+                **here,
+            )
+            is_view = (
+                not got.numel()
+                or got.untyped_storage().data_ptr()
+                == tensor.untyped_storage().data_ptr()
+            )
             expect(is_view, "copy", **here)
 
 
@@ -149,8 +236,14 @@ def spec_of_mesh() -> None:
     flat = init_device_mesh("cpu", (2,))
     hybrid = init_device_mesh("cpu", (1, 2))
     spec = _spec_of(original, flat)
-    expect(isinstance(spec, dtensor_spec.DTensorSpec), "no-spec", got=type(spec).__name__)
-    for mesh, dim, right in ((flat, 0, (Shard(0),)), (flat, 1, (Shard(1),)), (hybrid, 0, (Replicate(), Shard(0)))):
+    expect(
+        isinstance(spec, dtensor_spec.DTensorSpec), "no-spec", got=type(spec).__name__
+    )
+    for mesh, dim, right in (
+        (flat, 0, (Shard(0),)),
+        (flat, 1, (Shard(1),)),
+        (hybrid, 0, (Replicate(), Shard(0))),
+    ):
         got = tuple(_spec_of(original, mesh, dim).placements)
         expect(len(got) == mesh.ndim, "axes", got=got, right=right, axes=mesh.ndim)
         expect(got == right, "placements", got=got, right=right, dim=dim)
@@ -184,13 +277,30 @@ def around_shard() -> None:
     expect(tensor.shape == (3, 2), "uneven-shape", got=tuple(tensor.shape), rank=rank)
     expect(not tensor.requires_grad, "requires-grad")
     full = tensor.full_tensor()
-    expect(torch.equal(full, original), "full", got=full.tolist(), right=original.tolist())
+    expect(
+        torch.equal(full, original), "full", got=full.tolist(), right=original.tolist()
+    )
     half = sharded_param._around(shard.bfloat16(), spec)
     described = half._spec.tensor_meta and half._spec.tensor_meta.dtype
     expect(half._local_tensor.dtype is torch.bfloat16, "cast")
-    expect(half.dtype is described is torch.bfloat16, "dtype-of-shard", got=half.dtype, described=described)
-    same = half.shape == (3, 2) and half.stride() == (2, 1) and half._spec.placements == spec.placements
-    expect(same, "only-dtype", shape=tuple(half.shape), stride=half.stride(), placements=half._spec.placements)
+    expect(
+        half.dtype is described is torch.bfloat16,
+        "dtype-of-shard",
+        got=half.dtype,
+        described=described,
+    )
+    same = (
+        half.shape == (3, 2)
+        and half.stride() == (2, 1)
+        and half._spec.placements == spec.placements
+    )
+    expect(
+        same,
+        "only-dtype",
+        shape=tuple(half.shape),
+        stride=half.stride(),
+        placements=half._spec.placements,
+    )
     columns = original[:, rank : rank + 1]
     tensor = sharded_param._around(columns, _spec_of(original, spec.mesh, 1))
     expect(tensor._local_tensor.data_ptr() == columns.data_ptr(), "copied")
@@ -199,4 +309,7 @@ def around_shard() -> None:
 
 def hybrid_trains() -> None:
     """A model on a mesh (replicate, shard) trains as in one process."""
-    train(lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2, 1))), full_values)
+    train(
+        lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2, 1))),
+        full_values,
+    )

@@ -22,7 +22,13 @@ from minifsdp.api import FullStateDictConfig, ShardedStateDictConfig, StateDictT
 from minifsdp.checkpoint import state_dict
 from minifsdp.engine.layout import Gradient
 from minifsdp.fsdp2.fsdp_state import state_of
-from minifsdp_tools.learn.checking import CPU, expect, fully_sharded, recorded_collectives, small_model
+from minifsdp_tools.learn.checking import (
+    CPU,
+    expect,
+    fully_sharded,
+    recorded_collectives,
+    small_model,
+)
 
 # --- 7: no_sync ---
 
@@ -36,7 +42,11 @@ def _layout(**options: Any) -> Any:
 def _taken(layout: Any, *values: float | None, with_unreduced: bool) -> Any:
     """What ``take_gradient`` returns after autograd has set these gradients of the unsharded parameters."""
     for param, value in zip(layout.params, values, strict=True):
-        param.leaf.grad = None if value is None else torch.full(param.shape, value, dtype=param.leaf.dtype)
+        param.leaf.grad = (
+            None
+            if value is None
+            else torch.full(param.shape, value, dtype=param.leaf.dtype)
+        )
     return layout.take_gradient(with_unreduced=with_unreduced)
 
 
@@ -50,13 +60,21 @@ def takes_gradients() -> None:
     got = _taken(layout, 1.0, 2.0, with_unreduced=True)
     expect(isinstance(got, Gradient), "no-gradient", got=type(got).__name__)
     expect(
-        _numbers(got) == [1.0, 2.0] and [*got.numbers] == [0, 1], "gradients", got=_numbers(got), numbers=got.numbers
+        _numbers(got) == [1.0, 2.0] and [*got.numbers] == [0, 1],
+        "gradients",
+        got=_numbers(got),
+        numbers=got.numbers,
     )
     expect(all(param.leaf.grad is None for param in layout.params), "left-in-leaf")
     _taken(layout, 1.0, 2.0, with_unreduced=False)
     expect(all(param.leaf.grad is None for param in layout.params), "left-in-leaf")
     got = _taken(layout, None, 2.0, with_unreduced=True)
-    expect([*got.numbers] == [1] and len(got.parts) == 1, "number", numbers=got.numbers, got=len(got.parts))
+    expect(
+        [*got.numbers] == [1] and len(got.parts) == 1,
+        "number",
+        numbers=got.numbers,
+        got=len(got.parts),
+    )
     got = layout.take_gradient(with_unreduced=True)
     expect(got is None, "empty-gradient", got=got)
 
@@ -84,7 +102,10 @@ def unused_parameter() -> None:
     expect(kept[0] is None and kept[1] is not None, "ignores-numbers")
     got = _taken(layout, 1.0, None, with_unreduced=False)
     expect(
-        [*got.numbers] == [0] and _numbers(got) == [1.0], "included-too-early", got=_numbers(got), numbers=got.numbers
+        [*got.numbers] == [0] and _numbers(got) == [1.0],
+        "included-too-early",
+        got=_numbers(got),
+        numbers=got.numbers,
     )
     layout.keep_unreduced(got)
     got = _taken(layout, None, 1.0, with_unreduced=True)
@@ -94,7 +115,9 @@ def unused_parameter() -> None:
 
 def sums_in_reduce_dtype() -> None:
     """Many micro-batches in bfloat16 add up in the reduce dtype."""
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
     layout = _layout(mp_policy=policy)
     for value, right in ((256.0, 256.0), (1.0, 257.0)):
         layout.keep_unreduced(_taken(layout, value, value, with_unreduced=False))
@@ -149,7 +172,13 @@ def _compare(got: dict[str, Any], right: dict[str, Any]) -> None:
     expect(not more, "unexpected", names=more)
     for name, value in right.items():
         expect(got[name].numel() or not value.numel(), "empty", name=name)
-        expect(got[name].shape == value.shape, "shape", name=name, got=tuple(got[name].shape), right=tuple(value.shape))
+        expect(
+            got[name].shape == value.shape,
+            "shape",
+            name=name,
+            got=tuple(got[name].shape),
+            right=tuple(value.shape),
+        )
         expect(torch.equal(got[name], value), "value", name=name)
 
 
@@ -178,7 +207,9 @@ def every_rank_gathers() -> None:
     with (
         recorded_collectives() as calls,
         mock.patch.object(state_dict, "_write_unit", checked),
-        FullyShardedDataParallel.state_dict_type(model, StateDictType.FULL_STATE_DICT, config),
+        FullyShardedDataParallel.state_dict_type(
+            model, StateDictType.FULL_STATE_DICT, config
+        ),
     ):
         got = model.state_dict()
     if dist.get_rank() == 0:
@@ -191,12 +222,20 @@ def values_are_copies() -> None:
     got = model.state_dict()
     for name, value in got.items():
         num_bytes = value.untyped_storage().nbytes()
-        expect(num_bytes == value.nbytes, "keeps-memory", name=name, size=value.nbytes, got=num_bytes)
+        expect(
+            num_bytes == value.nbytes,
+            "keeps-memory",
+            name=name,
+            size=value.nbytes,
+            got=num_bytes,
+        )
     before = {name: value.clone() for name, value in got.items()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
-    expect(all(torch.equal(got[name], value) for name, value in before.items()), "changes")
+    expect(
+        all(torch.equal(got[name], value) for name, value in before.items()), "changes"
+    )
 
 
 def tied_names() -> None:
@@ -209,8 +248,14 @@ def sharded_state_dict() -> None:
     """In a sharded state dict, each rank has its rows."""
     plain, model = _pair(device_mesh=init_device_mesh("cpu", (2,)))
     config = ShardedStateDictConfig(offload_to_cpu=True)
-    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT, config):
+    with FullyShardedDataParallel.state_dict_type(
+        model, StateDictType.SHARDED_STATE_DICT, config
+    ):
         got = model.state_dict()
     for name, value in got.items():
-        expect(isinstance(value, DTensor), "no-rows", name=name, got=type(value).__name__)
-    _compare({name: value.full_tensor() for name, value in got.items()}, plain.state_dict())
+        expect(
+            isinstance(value, DTensor), "no-rows", name=name, got=type(value).__name__
+        )
+    _compare(
+        {name: value.full_tensor() for name, value in got.items()}, plain.state_dict()
+    )

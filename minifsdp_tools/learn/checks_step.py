@@ -28,7 +28,9 @@ class Recorder:
         **values: other attributes.
     """
 
-    def __init__(self, calls: list[str], results: dict[str, Any] | None = None, **values: Any) -> None:
+    def __init__(
+        self, calls: list[str], results: dict[str, Any] | None = None, **values: Any
+    ) -> None:
         self.calls = calls
         self.results = results or {}
         vars(self).update(values)
@@ -53,7 +55,9 @@ def _unit(*methods: str) -> tuple[Any, list[str]]:
     layout: Any = Recorder(calls, results, offloads=False, num_bytes=0, group=None)
     unit: Any = Unit(nn.Identity(), layout, [nothing], nothing, UnitPolicy(True))
     limiter: Any = Recorder(calls)
-    limiter.released = lambda event: calls.append("released" if event is given else "released without the event")
+    limiter.released = lambda event: calls.append(
+        "released" if event is given else "released without the event"
+    )
     unit.join(object(), limiter)
     for method in methods:
         getattr(unit, method)()
@@ -72,10 +76,18 @@ def unshard_issues() -> None:
 def unshard_twice() -> None:
     """A unit that is not sharded is not all-gathered again."""
     unit, calls = _unit("unshard", "unshard")
-    expect(calls.count("all_gather") == 1, "gathers-twice", when="while the first all-gather ran")
+    expect(
+        calls.count("all_gather") == 1,
+        "gathers-twice",
+        when="while the first all-gather ran",
+    )
     unit.wait()
     unit.unshard()
-    expect(calls.count("all_gather") == 1, "gathers-twice", when="after the unit was unsharded")
+    expect(
+        calls.count("all_gather") == 1,
+        "gathers-twice",
+        when="after the unit was unsharded",
+    )
     unit, calls = _unit()
     unit.phase = Phase.SUMMONED
     unit.unshard()
@@ -99,7 +111,10 @@ def wait_waits() -> None:
             getattr(unit, ends)()
         except (AttributeError, RuntimeError) as error:
             # Errors of other code are raised unchanged, for example of a function that the learner has not written.
-            if isinstance(error, NotImplementedError) or getattr(error, "obj", None) is not None:
+            if (
+                isinstance(error, NotImplementedError)
+                or getattr(error, "obj", None) is not None
+            ):
                 raise
             raise NotMetError("no-handle", error=error) from error
     try:
@@ -133,7 +148,11 @@ def reshard_frees() -> None:
 def reshard_in_flight() -> None:
     """``reshard`` waits for an all-gather in flight before it frees the memory."""
     _, calls = _unit("unshard", "reshard")
-    expect("wait" in calls and calls.index("wait") < calls.index("free"), "frees-in-flight", calls=calls)
+    expect(
+        "wait" in calls and calls.index("wait") < calls.index("free"),
+        "frees-in-flight",
+        calls=calls,
+    )
 
 
 # --- 3: the pre-backward hook ---
@@ -181,7 +200,9 @@ def hook_order() -> None:
     state.pre_backward(unit)
     for name in FIRST_CALL:
         expect(name in calls, f"no-{name.replace('_', '-')}", calls=calls)
-    expect(calls.index("prefetch") > calls.index("unshard"), "prefetch-first", calls=calls)
+    expect(
+        calls.index("prefetch") > calls.index("unshard"), "prefetch-first", calls=calls
+    )
     expect(calls.index("prefetch") > calls.index("wait"), "prefetch-early", calls=calls)
     expect(calls.index("unshard") < calls.index("wait"), "wait-first", calls=calls)
     expect(calls == FIRST_CALL, "hook-order", calls=calls, right=FIRST_CALL)
@@ -211,7 +232,11 @@ def hook_policy() -> None:
     state, unit, calls = _state(unshards_in_backward=False)
     state.pre_backward(unit)
     expect("unshard" not in calls, "needless-all-gather")
-    expect(not {"wait", "use_unsharded_params"} & {*calls}, "waits-for-sharded", calls=calls)
+    expect(
+        not {"wait", "use_unsharded_params"} & {*calls},
+        "waits-for-sharded",
+        calls=calls,
+    )
     state, unit, calls = _state(unshards_in_backward=False)
     unit.state = State.UNSHARDED
     state.pre_backward(unit)

@@ -91,7 +91,11 @@ def exercises() -> tuple[Exercise, ...]:
         text = tomllib.loads(path.read_text(encoding="utf-8"))
         number, _, name = path.stem.partition("-")
         checks = [Check(**check) for check in text.pop("checks")]
-        found.append(Exercise(number=int(number), name=name.replace("-", "_"), checks=checks, **text))
+        found.append(
+            Exercise(
+                number=int(number), name=name.replace("-", "_"), checks=checks, **text
+            )
+        )
     return tuple(found)
 
 
@@ -134,5 +138,7 @@ class Progress:
     def _save(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         new = self._path.with_suffix(".new")
-        new.write_text(json.dumps({"solved": sorted(self.solved), "hints": self._hints}) + "\n")
+        new.write_text(
+            json.dumps({"solved": sorted(self.solved), "hints": self._hints}) + "\n"
+        )
         new.replace(self._path)

@@ -82,7 +82,9 @@ def replace(places: dict[str, str], learner: ModuleType) -> None:
         owner: Any = resolve_name(f"minifsdp.{owner_name}")
         original = getattr(owner, attribute)
         got, right = (_parameters(each) for each in (function, original))
-        expect(_accepts(function, original), "signature", name=name, got=got, right=right)
+        expect(
+            _accepts(function, original), "signature", name=name, got=got, right=right
+        )
         setattr(owner, attribute, function)
         replace_everywhere(original, function, ("minifsdp.", "minifsdp_tools."))
 
@@ -109,7 +111,9 @@ def _accepts(function: Any, original: Any) -> bool:
     return True
 
 
-def run_rank(exercise: Exercise, path: Path | None, rank: int, folder: Path, seconds: float) -> None:
+def run_rank(
+    exercise: Exercise, path: Path | None, rank: int, folder: Path, seconds: float
+) -> None:
     """3. Runs the checks in this process. Ends the process."""
     # Memory that `torch.empty` returns then contains NaN, and not by chance the right values.
     # The public function also imports the compiler, which takes seconds.
@@ -125,7 +129,13 @@ def run_rank(exercise: Exercise, path: Path | None, rank: int, folder: Path, sec
                 replace(exercise.places, load(path))
             store = f"file://{folder}/store"
             limit = timedelta(seconds=seconds + 60)
-            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=exercise.num_ranks, timeout=limit)
+            dist.init_process_group(
+                "gloo",
+                init_method=store,
+                rank=rank,
+                world_size=exercise.num_ranks,
+                timeout=limit,
+            )
             # A rank that ends while another one still connects would make gloo print an error.
             dist.barrier()
             for number, function in enumerate(functions):
@@ -135,7 +145,13 @@ def run_rank(exercise: Exercise, path: Path | None, rank: int, folder: Path, sec
         except BaseException as error:
             failed = True
             entry, values = _explained(error, path)
-            line = {"failed": max(number, 0), "entry": entry, "values": values, "time": time.monotonic(), "rank": rank}
+            line = {
+                "failed": max(number, 0),
+                "entry": entry,
+                "values": values,
+                "time": time.monotonic(),
+                "rank": rank,
+            }
             record.write(json.dumps(line, default=str) + "\n")
     sys.stdout.flush()
     os._exit(failed)
@@ -143,15 +159,22 @@ def run_rank(exercise: Exercise, path: Path | None, rank: int, folder: Path, sec
 
 def functions_of(exercise: Exercise) -> list[Any]:
     """The functions that check the exercise."""
-    return [resolve_name(f"minifsdp_tools.learn.{check.function}") for check in exercise.checks]
+    return [
+        resolve_name(f"minifsdp_tools.learn.{check.function}")
+        for check in exercise.checks
+    ]
 
 
-def _explained(error: BaseException, path: Path | None) -> tuple[str, dict[str, object]]:
+def _explained(
+    error: BaseException, path: Path | None
+) -> tuple[str, dict[str, object]]:
     """The entry of an exception, and values for its text."""
     if isinstance(error, NotMetError):
         return error.entry, error.values
     frames = traceback.extract_tb(error.__traceback__)
-    mine = [frame for frame in frames if path is not None and frame.filename == str(path)]
+    mine = [
+        frame for frame in frames if path is not None and frame.filename == str(path)
+    ]
     what = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return "syntax", {"error": what, "line": error.lineno}
@@ -159,7 +182,11 @@ def _explained(error: BaseException, path: Path | None) -> tuple[str, dict[str, 
         return "not-written", {"name": mine[-1].name, "line": mine[-1].lineno}
     if mine:
         return "raised", {"error": what, "line": mine[-1].lineno, "code": mine[-1].line}
-    where = "" if not frames else f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}"
+    where = (
+        ""
+        if not frames
+        else f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}"
+    )
     return "raised-elsewhere", {"error": what, "where": where}
 
 
@@ -179,8 +206,14 @@ def grade(exercise: Exercise, path: Path | None, seconds: float = 60) -> Verdict
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        arguments = [(exercise, path and path.resolve(), rank, folder, seconds) for rank in range(exercise.num_ranks)]
-        children = [context.Process(target=run_rank, args=each, daemon=True) for each in arguments]
+        arguments = [
+            (exercise, path and path.resolve(), rank, folder, seconds)
+            for rank in range(exercise.num_ranks)
+        ]
+        children = [
+            context.Process(target=run_rank, args=each, daemon=True)
+            for each in arguments
+        ]
         for child in children:
             child.start()
         in_time = _wait(children, time.monotonic() + seconds + 1)
@@ -189,17 +222,31 @@ def grade(exercise: Exercise, path: Path | None, seconds: float = 60) -> Verdict
             child.join()
         lines = [_read(folder / f"{rank}.record") for rank in range(exercise.num_ranks)]
         num_passed = min(sum("passed" in line for line in of_rank) for of_rank in lines)
-        failures = sorted((one for of_rank in lines for one in of_rank if "failed" in one), key=lambda one: one["time"])
+        failures = sorted(
+            (one for of_rank in lines for one in of_rank if "failed" in one),
+            key=lambda one: one["time"],
+        )
         texts = {**common_feedback(), **exercise.feedback}
         if failures:
             first = failures[0]
             text = texts[first["entry"]].strip().format(**first["values"])
             # A text about a rank names it already.
-            text += "" if "rank" in first["values"] else f" (Found on rank {first['rank']}.)"
+            text += (
+                ""
+                if "rank" in first["values"]
+                else f" (Found on rank {first['rank']}.)"
+            )
             return Verdict(first["failed"], first["entry"], text)
         if not in_time:
-            where = "; ".join(_position(folder / f"{rank}.stack", path, rank) for rank in range(exercise.num_ranks))
-            return Verdict(num_passed, "time-limit", texts["time-limit"].strip().format(seconds=seconds, where=where))
+            where = "; ".join(
+                _position(folder / f"{rank}.stack", path, rank)
+                for rank in range(exercise.num_ranks)
+            )
+            return Verdict(
+                num_passed,
+                "time-limit",
+                texts["time-limit"].strip().format(seconds=seconds, where=where),
+            )
         if num_passed < len(exercise.checks):
             return Verdict(num_passed, "ended", texts["ended"].strip())
         return Verdict(num_passed, None, "")
@@ -225,4 +272,8 @@ def _position(stack: Path, path: Path | None, rank: int) -> str:
     """The innermost line of the learner's file that a rank was executing, in words."""
     pattern = rf'File "{re.escape(str(path and path.resolve()))}", line (\d+)'
     found = re.search(pattern, stack.read_text() if stack.exists() else "")
-    return f"rank {rank} was in line {found[1]} of your file" if found else f"rank {rank} was not inside your file"
+    return (
+        f"rank {rank} was in line {found[1]} of your file"
+        if found
+        else f"rank {rank} was not inside your file"
+    )

@@ -41,11 +41,25 @@ _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "type": int,
             "help": "ranks that share a copy, for hybrid strategies; default: those of a machine",
         },
-        "--reshard-after-forward": {"type": int, "help": "fully_shard: keep 1/n of each unit for backward"},
+        "--reshard-after-forward": {
+            "type": int,
+            "help": "fully_shard: keep 1/n of each unit for backward",
+        },
         "--unit": {"type": int, "default": 1, "help": "blocks in a unit"},
-        "--micro-batch": {"type": int, "default": 1, "help": "sequences in a micro-batch of a rank"},
-        "--sequence": {"type": int, "help": "tokens in a sequence; default: that of the model"},
-        "--accumulation": {"type": int, "default": 1, "help": "micro-batches in a step"},
+        "--micro-batch": {
+            "type": int,
+            "default": 1,
+            "help": "sequences in a micro-batch of a rank",
+        },
+        "--sequence": {
+            "type": int,
+            "help": "tokens in a sequence; default: that of the model",
+        },
+        "--accumulation": {
+            "type": int,
+            "default": 1,
+            "help": "micro-batches in a step",
+        },
         "--api": {
             "choices": ("fsdp1", "fsdp2"),
             "default": "fsdp2",
@@ -57,13 +71,26 @@ _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
             "default": ["FULL_SHARD"],
             "help": "one or more, each in a line",
         },
-        "--no-sync": {"action": "store_true", "help": "reduce gradients in the last micro-batch only"},
-        "--checkpointing": {"choices": ("none", "selective", "full"), "default": "none"},
+        "--no-sync": {
+            "action": "store_true",
+            "help": "reduce gradients in the last micro-batch only",
+        },
+        "--checkpointing": {
+            "choices": ("none", "selective", "full"),
+            "default": "none",
+        },
         "--param-dtype": {"choices": DTYPES, "default": "bf16"},
         "--reduce-dtype": {"choices": DTYPES, "default": "fp32"},
-        "--backward-prefetch": {"choices": ("BACKWARD_PRE", "BACKWARD_POST", "none"), "default": "BACKWARD_PRE"},
+        "--backward-prefetch": {
+            "choices": ("BACKWARD_PRE", "BACKWARD_POST", "none"),
+            "default": "BACKWARD_PRE",
+        },
         "--forward-prefetch": {"action": "store_true"},
-        "--no-limiter": {"dest": "limit_all_gathers", "action": "store_false", "help": "limit_all_gathers=False"},
+        "--no-limiter": {
+            "dest": "limit_all_gathers",
+            "action": "store_false",
+            "help": "limit_all_gathers=False",
+        },
         "--optimizer": {"choices": ("adamw", "sgd"), "default": "adamw"},
     },
     "the card; without --card, give the first three numbers": {
@@ -71,21 +98,42 @@ _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         "--teraflops": {"type": float, "help": "peak of matrix products in bfloat16"},
         "--memory": {"type": float, "help": "GB"},
         "--bandwidth": {"type": float, "help": "of the memory, GB/s"},
-        "--efficiency": {"type": float, "help": "share of the peak that matrix products reach"},
+        "--efficiency": {
+            "type": float,
+            "help": "share of the peak that matrix products reach",
+        },
         "--slowdown": {
             "type": float,
             "help": "share of a collective's time that computation next to it loses",
         },
     },
     "the network, in GB/s and in one direction": {
-        "--within": {"type": float, "default": 300, "help": "for each rank, within a machine"},
-        "--between": {"type": float, "default": 200, "help": "for each machine, between machines"},
-        "--costs": {"type": Path, "help": "...-costs.json of python -m spec_tools.gpu, measured collectives"},
+        "--within": {
+            "type": float,
+            "default": 300,
+            "help": "for each rank, within a machine",
+        },
+        "--between": {
+            "type": float,
+            "default": 200,
+            "help": "for each machine, between machines",
+        },
+        "--costs": {
+            "type": Path,
+            "help": "...-costs.json of python -m spec_tools.gpu, measured collectives",
+        },
     },
     "output": {
-        "--timeline": {"type": Path, "metavar": "FILE.svg", "help": "draw the first run"},
+        "--timeline": {
+            "type": Path,
+            "metavar": "FILE.svg",
+            "help": "draw the first run",
+        },
         "--json": {"action": "store_true", "help": "a line of JSON for each run"},
-        "--search": {"action": "store_true", "help": "find the best settings that fit into memory"},
+        "--search": {
+            "action": "store_true",
+            "help": "find the best settings that fit into memory",
+        },
     },
 }
 # The options that are numbers of a card: the field of `Card`, and the unit.
@@ -134,7 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m minifsdp_tools.simulate", description="Simulates a training step.")
+    parser = argparse.ArgumentParser(
+        "python -m minifsdp_tools.simulate", description="Simulates a training step."
+    )
     for title, options in _OPTIONS.items():
         group = parser.add_argument_group(title) if title else parser
         for option, settings in options.items():
@@ -143,30 +193,46 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _setup(given: argparse.Namespace, strategy: str) -> Setup:
-    options = {field.name: getattr(given, field.name) for field in fields(Setup) if field.name in given}
+    options = {
+        field.name: getattr(given, field.name)
+        for field in fields(Setup)
+        if field.name in given
+    }
     converted = {
         "model": shape_of(given.model) if "=" in given.model else given.model,
         "num_ranks": given.ranks,
         "strategy": strategy,
         "num_shards": given.shards,
-        "backward_prefetch": None if given.backward_prefetch == "none" else given.backward_prefetch,
+        "backward_prefetch": None
+        if given.backward_prefetch == "none"
+        else given.backward_prefetch,
     }
     return Setup(**options | converted)
 
 
 def _card(given: argparse.Namespace) -> Card:
     values = vars(given)
-    numbers = {name: values[key] * unit for key, (name, unit) in _CARD.items() if values[key] is not None}
+    numbers = {
+        name: values[key] * unit
+        for key, (name, unit) in _CARD.items()
+        if values[key] is not None
+    }
     if given.card is not None:
         return replace(CARDS[given.card], **numbers)
-    if missing := [f"--{option}" for option in ("teraflops", "memory", "bandwidth") if values[option] is None]:
+    if missing := [
+        f"--{option}"
+        for option in ("teraflops", "memory", "bandwidth")
+        if values[option] is None
+    ]:
         raise ValueError(message("simulate-card", missing=", ".join(missing)))
     return Card("the given card", matmul32=numbers["matmul"] / 2, **numbers)
 
 
 def _network(given: argparse.Namespace) -> Network:
     costs = {} if given.costs is None else measured_costs(given.costs)
-    return Network(given.ranks_per_machine, given.within * 1e9, given.between * 1e9, costs=costs)
+    return Network(
+        given.ranks_per_machine, given.within * 1e9, given.between * 1e9, costs=costs
+    )
 
 
 if __name__ == "__main__":

@@ -118,7 +118,11 @@ class DeviceModule:
 
     def stream(self, stream: Stream | None) -> Any:
         """Operators in the ``with`` block run on ``stream``."""
-        return nullcontext() if stream is None else mock.patch.object(self._tape, "stream", stream.number)
+        return (
+            nullcontext()
+            if stream is None
+            else mock.patch.object(self._tape, "stream", stream.number)
+        )
 
 
 @contextmanager

@@ -76,15 +76,45 @@ class Card:
         peak = self.matmul32 if kernel.dtype in (torch.float32, None) else self.matmul
         of_attention = self.attention if "scaled_dot_product" in kernel.name else None
         compute = kernel.flops / ((of_attention or self.efficiency) * peak)
-        return self.kernel + max(compute, kernel.num_bytes / (self.bandwidth_efficiency * self.bandwidth))
+        return self.kernel + max(
+            compute, kernel.num_bytes / (self.bandwidth_efficiency * self.bandwidth)
+        )
 
 
 # From the data sheets: peaks without sparsity; TF32 is off by default, so float32 uses no tensor cores.
 CARDS = {
-    "A100-40": Card("A100-40", matmul=312e12, matmul32=19.5e12, bandwidth=1.555e12, memory=40e9, efficiency=0.75),
-    "A100-80": Card("A100-80", matmul=312e12, matmul32=19.5e12, bandwidth=2.039e12, memory=80e9, efficiency=0.75),
-    "H100": Card("H100", matmul=989e12, matmul32=67e12, bandwidth=3.35e12, memory=80e9, efficiency=0.55),
-    "H200": Card("H200", matmul=989e12, matmul32=67e12, bandwidth=4.8e12, memory=141e9, efficiency=0.55),
+    "A100-40": Card(
+        "A100-40",
+        matmul=312e12,
+        matmul32=19.5e12,
+        bandwidth=1.555e12,
+        memory=40e9,
+        efficiency=0.75,
+    ),
+    "A100-80": Card(
+        "A100-80",
+        matmul=312e12,
+        matmul32=19.5e12,
+        bandwidth=2.039e12,
+        memory=80e9,
+        efficiency=0.75,
+    ),
+    "H100": Card(
+        "H100",
+        matmul=989e12,
+        matmul32=67e12,
+        bandwidth=3.35e12,
+        memory=80e9,
+        efficiency=0.55,
+    ),
+    "H200": Card(
+        "H200",
+        matmul=989e12,
+        matmul32=67e12,
+        bandwidth=4.8e12,
+        memory=141e9,
+        efficiency=0.55,
+    ),
 }
 
 
@@ -141,4 +171,7 @@ def measured_costs(path: Path) -> dict[tuple[str, int], tuple[float, float]]:
         raise ValueError(message("simulate-costs", path=path))
     if found.get("shared"):
         raise ValueError(message("simulate-shared-device", path=path))
-    return {(one["collective"], one["ranks"]): (one["latency"], one["rate"]) for one in found["collectives"]}
+    return {
+        (one["collective"], one["ranks"]): (one["latency"], one["rate"])
+        for one in found["collectives"]
+    }

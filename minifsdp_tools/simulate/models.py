@@ -22,7 +22,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from minifsdp_tools.simulate.shapes import Shape
 
@@ -59,7 +63,13 @@ class Attention(nn.Module):
         self.project_out = nn.Linear(queries, shape.width, bias=shape.biases)
         self.is_rotary = not shape.positions and not shape.relative
 
-    def forward(self, x: torch.Tensor, memory: torch.Tensor | None, bias: torch.Tensor | None, causal: bool) -> Any:
+    def forward(
+        self,
+        x: torch.Tensor,
+        memory: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        causal: bool,
+    ) -> Any:
         """Attends to ``memory``, or to the input itself."""
         if memory is None:
             query, key, value = self.project_in(x).split(self.sizes, dim=-1)
@@ -67,11 +77,16 @@ class Attention(nn.Module):
             weights = self.project_in.weight.split([self.sizes[0], sum(self.sizes[1:])])
             query = F.linear(x, weights[0])
             key, value = F.linear(memory, weights[1]).chunk(2, dim=-1)
-        query, key, value = (t.unflatten(-1, (-1, self.head_width)).transpose(1, 2) for t in (query, key, value))
+        query, key, value = (
+            t.unflatten(-1, (-1, self.head_width)).transpose(1, 2)
+            for t in (query, key, value)
+        )
         if self.is_rotary:
             query = _rotated(query)
             key = _rotated(key)
-        mixed = F.scaled_dot_product_attention(query, key, value, bias, is_causal=causal, enable_gqa=True)
+        mixed = F.scaled_dot_product_attention(
+            query, key, value, bias, is_causal=causal, enable_gqa=True
+        )
         return self.project_out(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -89,24 +104,41 @@ class Perceptron(nn.Module):
         super().__init__()
         hidden = shape.intermediate or 4 * shape.width
         self.up = nn.Linear(shape.width, hidden, bias=shape.biases)
-        self.gate = nn.Linear(shape.width, hidden, bias=shape.biases) if shape.gated else None
+        self.gate = (
+            nn.Linear(shape.width, hidden, bias=shape.biases) if shape.gated else None
+        )
         self.down = nn.Linear(hidden, shape.width, bias=shape.biases)
         self.activation = F.relu if shape.relative else F.gelu
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Applies the perceptron."""
-        hidden = self.activation(self.up(x)) if self.gate is None else F.silu(self.gate(x)) * self.up(x)
+        hidden = (
+            self.activation(self.up(x))
+            if self.gate is None
+            else F.silu(self.gate(x)) * self.up(x)
+        )
         return self.down(hidden)  # type: ignore[no-any-return]
 
 
 def _norm(shape: Shape) -> nn.Module:
-    return nn.RMSNorm(shape.width) if shape.rms else nn.LayerNorm(shape.width, bias=shape.biases)
+    return (
+        nn.RMSNorm(shape.width)
+        if shape.rms
+        else nn.LayerNorm(shape.width, bias=shape.biases)
+    )
 
 
 class Block(nn.Module):
     """A block. ``checkpointing`` is ``none``, ``full`` or ``selective``."""
 
-    def __init__(self, shape: Shape, checkpointing: str, *, causal: bool = True, crosses: bool = False) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        checkpointing: str,
+        *,
+        causal: bool = True,
+        crosses: bool = False,
+    ) -> None:
         super().__init__()
         self.norm = _norm(shape)
         self.attention = Attention(shape)
@@ -117,13 +149,17 @@ class Block(nn.Module):
         self.causal = causal
         self.checkpointing = checkpointing
 
-    def forward(self, x: torch.Tensor, memory: Any = None, bias: Any = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, memory: Any = None, bias: Any = None
+    ) -> torch.Tensor:
         """Applies the block, and keeps only its input if it is checkpointed."""
         if self.checkpointing == "none" or not torch.is_grad_enabled():
             return self.compute(x, memory, bias)
         options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
         if self.checkpointing == "selective":
-            options["context_fn"] = partial(create_selective_checkpoint_contexts, _EverySecond())
+            options["context_fn"] = partial(
+                create_selective_checkpoint_contexts, _EverySecond()
+            )
         return checkpoint(self.compute, x, memory, bias, **options)  # type: ignore[no-any-return]
 
     def compute(self, x: torch.Tensor, memory: Any, bias: Any) -> torch.Tensor:
@@ -140,28 +176,53 @@ class _EverySecond:
     def __init__(self) -> None:
         self._num_products = {False: 0, True: 0}
 
-    def __call__(self, context: Any, func: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    def __call__(
+        self, context: Any, func: Any, *args: Any, **kwargs: Any
+    ) -> CheckpointPolicy:
         is_product = func in (aten.mm.default, aten.addmm.default)
         self._num_products[context.is_recompute] += is_product
-        is_kept = "scaled_dot_product" in func.name() or (is_product and self._num_products[context.is_recompute] % 2)
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+        is_kept = "scaled_dot_product" in func.name() or (
+            is_product and self._num_products[context.is_recompute] % 2
+        )
+        return (
+            CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+        )
 
 
 class Stack(nn.Module):
     """The blocks of an encoder or a decoder, in groups; each group becomes a unit."""
 
-    def __init__(self, shape: Shape, checkpointing: str, unit: int, *, causal: bool, crosses: bool = False) -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        checkpointing: str,
+        unit: int,
+        *,
+        causal: bool,
+        crosses: bool = False,
+    ) -> None:
         super().__init__()
-        blocks = [Block(shape, checkpointing, causal=causal, crosses=crosses) for _ in range(shape.layers)]
-        self.groups = nn.ModuleList(Group(blocks[start : start + unit]) for start in range(0, len(blocks), unit))
-        self.relative = nn.Embedding(shape.relative, shape.heads) if shape.relative else None
+        blocks = [
+            Block(shape, checkpointing, causal=causal, crosses=crosses)
+            for _ in range(shape.layers)
+        ]
+        self.groups = nn.ModuleList(
+            Group(blocks[start : start + unit]) for start in range(0, len(blocks), unit)
+        )
+        self.relative = (
+            nn.Embedding(shape.relative, shape.heads) if shape.relative else None
+        )
         self.norm = _norm(shape)
 
-    def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, memory: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Applies all blocks and the last norm."""
         bias = None
         if self.relative is not None:
-            tokens = torch.zeros(x.shape[1], x.shape[1], dtype=torch.long, device=x.device)
+            tokens = torch.zeros(
+                x.shape[1], x.shape[1], dtype=torch.long, device=x.device
+            )
             bias = self.relative(tokens).permute(2, 0, 1).to(x.dtype).unsqueeze(0)
         for group in self.groups:
             x = group(x, memory, bias)
@@ -181,12 +242,20 @@ class Group(nn.ModuleList):
 class Transformer(nn.Module):
     """A transformer of the given shape."""
 
-    def __init__(self, shape: Shape, checkpointing: str = "none", unit: int = 1) -> None:
+    def __init__(
+        self, shape: Shape, checkpointing: str = "none", unit: int = 1
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(shape.vocabulary, shape.width)
-        self.positions = nn.Embedding(shape.positions, shape.width) if shape.positions else None
-        self.encoder = Stack(shape, checkpointing, unit, causal=False) if shape.encoder else None
-        self.decoder = Stack(shape, checkpointing, unit, causal=True, crosses=shape.encoder)
+        self.positions = (
+            nn.Embedding(shape.positions, shape.width) if shape.positions else None
+        )
+        self.encoder = (
+            Stack(shape, checkpointing, unit, causal=False) if shape.encoder else None
+        )
+        self.decoder = Stack(
+            shape, checkpointing, unit, causal=True, crosses=shape.encoder
+        )
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
         if shape.tied:
             self.head.weight = self.embed.weight
@@ -201,7 +270,9 @@ class Transformer(nn.Module):
         return F.cross_entropy(scores.flatten(0, 1).float(), tokens.flatten())
 
 
-def transformer(shape: Shape, micro_batch: int, sequence: int | None, checkpointing: str, unit: int) -> Model:
+def transformer(
+    shape: Shape, micro_batch: int, sequence: int | None, checkpointing: str, unit: int
+) -> Model:
     """A transformer on the meta device.
 
     Args:
@@ -215,7 +286,8 @@ def transformer(shape: Shape, micro_batch: int, sequence: int | None, checkpoint
         module = Transformer(shape, checkpointing, unit)
 
     def loss(sharded: nn.Module) -> torch.Tensor:
-        return sharded(torch.zeros(micro_batch, length, dtype=torch.long, device="meta"))  # type: ignore[no-any-return]
+        tokens = torch.zeros(micro_batch, length, dtype=torch.long, device="meta")
+        return sharded(tokens)  # type: ignore[no-any-return]
 
     units = [group for group in module.modules() if isinstance(group, Group)]
     return Model(module, units, loss, micro_batch * length)

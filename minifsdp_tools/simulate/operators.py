@@ -49,9 +49,22 @@ _SELECTS = {"aten::embedding", "aten::index_select", "aten::index"}
 # These write to their first argument and do not read it.
 _OVERWRITES = {"aten::copy_", "aten::zero_", "aten::fill_"}
 # These allocate memory and write nothing.
-_ALLOCATES = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty", "aten::new_empty_strided"}
+_ALLOCATES = {
+    "aten::empty",
+    "aten::empty_strided",
+    "aten::empty_like",
+    "aten::new_empty",
+    "aten::new_empty_strided",
+}
 # These return another view of their input.
-_VIEWS = {"aten::_unsafe_view", "aten::lift_fresh", "aten::_reshape_alias", "aten::set_", "aten::alias", "aten::detach"}
+_VIEWS = {
+    "aten::_unsafe_view",
+    "aten::lift_fresh",
+    "aten::_reshape_alias",
+    "aten::set_",
+    "aten::alias",
+    "aten::detach",
+}
 
 
 class OperatorMode(TorchDispatchMode):
@@ -64,7 +77,9 @@ class OperatorMode(TorchDispatchMode):
         # The number of each block, its size, and the reference that reports its end; by the address of the storage.
         self._blocks: dict[int, tuple[int, int, Any]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Called for each operator."""
         if any(issubclass(kind, DTensor) for kind in types):
             # The operators on the local tensors follow.
@@ -82,22 +97,51 @@ class OperatorMode(TorchDispatchMode):
             self._append(func, name, args, kwargs, result, outputs)
         return result
 
-    def _append(self, func: Any, name: str, args: Any, kwargs: Any, result: Any, outputs: list[torch.Tensor]) -> None:
+    def _append(
+        self,
+        func: Any,
+        name: str,
+        args: Any,
+        kwargs: Any,
+        result: Any,
+        outputs: list[torch.Tensor],
+    ) -> None:
         inputs = list(tensors_in(args))
         given = _by_name(func, args, kwargs)
-        changed = [given.get(one.name) for one in func._schema.arguments if one.alias_info and one.alias_info.is_write]
+        changed = [
+            given.get(one.name)
+            for one in func._schema.arguments
+            if one.alias_info and one.alias_info.is_write
+        ]
         known = {id(tensor) for tensor in inputs}
-        written = [*tensors_in(changed), *(tensor for tensor in outputs if id(tensor) not in known)]
-        overwritten = {id(tensor) for tensor in written} if name in _OVERWRITES or "out" in kwargs else set()
-        read = outputs if name in _SELECTS else [tensor for tensor in inputs if id(tensor) not in overwritten]
+        written = [
+            *tensors_in(changed),
+            *(tensor for tensor in outputs if id(tensor) not in known),
+        ]
+        overwritten = (
+            {id(tensor) for tensor in written}
+            if name in _OVERWRITES or "out" in kwargs
+            else set()
+        )
+        read = (
+            outputs
+            if name in _SELECTS
+            else [tensor for tensor in inputs if id(tensor) not in overwritten]
+        )
         num_bytes = sum(map(_size, read)) + sum(map(_size, written))
         if not any(tensor.is_meta for tensor in (*outputs, *inputs)):
             return
         counter = flop_registry.get(func._overloadpacket)
-        flops = 0.0 if counter is None else float(counter(*args, **kwargs, out_val=result))
+        flops = (
+            0.0 if counter is None else float(counter(*args, **kwargs, out_val=result))
+        )
         dtype = outputs[0].dtype if outputs else None
         done = flops / 2 if given.get("is_causal") else flops
-        self._tape.items.append(Kernel(self._tape.stream, name, done, num_bytes, dtype, self._tape.phase, flops))
+        self._tape.items.append(
+            Kernel(
+                self._tape.stream, name, done, num_bytes, dtype, self._tape.phase, flops
+            )
+        )
 
     def _communicate(self, func: Any, args: Any) -> Any:
         group = dist.ProcessGroup.unbox(_by_name(func, args, {})["process_group"])
@@ -134,7 +178,11 @@ class OperatorMode(TorchDispatchMode):
         address = storage._cdata
         if size := storage.nbytes():
             number = next(self._numbers)
-            self._blocks[address] = number, size, weakref.ref(storage, lambda _: self._drop(address))
+            self._blocks[address] = (
+                number,
+                size,
+                weakref.ref(storage, lambda _: self._drop(address)),
+            )
             self._tape.items.append(Allocate(number, size))
 
     def _drop(self, address: int) -> None:
@@ -170,8 +218,14 @@ def replaced_functions(mode: OperatorMode) -> Iterator[None]:
 
     with (
         mock.patch.object(torch.UntypedStorage, "resize_", noted_resize),
-        mock.patch.object(torch.Tensor, "record_stream", lambda tensor, on: mode.used_on(tensor, on.number)),
-        mock.patch.object(torch.nn.functional, "scaled_dot_product_attention", fused_attention),
+        mock.patch.object(
+            torch.Tensor,
+            "record_stream",
+            lambda tensor, on: mode.used_on(tensor, on.number),
+        ),
+        mock.patch.object(
+            torch.nn.functional, "scaled_dot_product_attention", fused_attention
+        ),
     ):
         yield
 
@@ -192,8 +246,12 @@ def fused_attention(
         times = query.shape[-3] // key.shape[-3]
         key, value = (tensor.repeat_interleave(times, -3) for tensor in (key, value))
     if attn_mask is None:
-        result = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)
+        result = aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, scale=scale
+        )
     else:
         bias = attn_mask.expand(*query.shape[:-1], key.shape[-2])
-        result = aten._scaled_dot_product_efficient_attention(query, key, value, bias, True, dropout_p, is_causal)
+        result = aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, dropout_p, is_causal
+        )
     return result[0]  # type: ignore[no-any-return]

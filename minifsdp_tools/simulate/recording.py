@@ -70,14 +70,18 @@ class Recording:
     @property
     def peak_bytes(self) -> int:
         """The peak of allocated memory, in the order in which the CPU thread allocates and releases."""
-        return max((num_bytes for _, num_bytes in self.memory()), default=self.stored_bytes)
+        return max(
+            (num_bytes for _, num_bytes in self.memory()), default=self.stored_bytes
+        )
 
     def memory(self) -> Iterator[tuple[int, int]]:
         """The positions of allocations and releases on the tape, and the allocated bytes after each of them."""
         num_bytes = self.stored_bytes
         for position, item in enumerate(self.tape.items):
             if isinstance(item, Allocate | Free):
-                num_bytes += item.num_bytes if isinstance(item, Allocate) else -item.num_bytes
+                num_bytes += (
+                    item.num_bytes if isinstance(item, Allocate) else -item.num_bytes
+                )
                 yield position, num_bytes
 
 
@@ -92,7 +96,9 @@ def record(setup: Setup) -> Recording:
     model = _model_of(setup)
     tape = Tape()
     mode = OperatorMode(tape)
-    dist.init_process_group("fake", rank=0, world_size=setup.num_ranks, store=FakeStore())
+    dist.init_process_group(
+        "fake", rank=0, world_size=setup.num_ranks, store=FakeStore()
+    )
     try:
         with (
             registered(DeviceModule(tape, setup.ranks_per_machine)),
@@ -120,22 +126,30 @@ def record(setup: Setup) -> Recording:
             del sharded, optimizer, gradient_sync, model.module
     finally:
         dist.destroy_process_group()
-    return Recording(setup, recorded, recorder.events, stored, model.tokens * setup.accumulation)
+    return Recording(
+        setup, recorded, recorder.events, stored, model.tokens * setup.accumulation
+    )
 
 
 def _model_of(setup: Setup) -> models.Model:
     if isinstance(setup.model, str) and ":" in setup.model:
         return resolve_name(setup.model)(setup)  # type: ignore[no-any-return]
-    return models.transformer(setup.shape, setup.micro_batch, setup.sequence, setup.checkpointing, setup.unit)
+    return models.transformer(
+        setup.shape, setup.micro_batch, setup.sequence, setup.checkpointing, setup.unit
+    )
 
 
 # ---- sharding -------------------------------------------------------------------------------------------------------
 
 
-def _shard(model: models.Model, setup: Setup) -> tuple[nn.Module, Callable[[bool], Any]]:
+def _shard(
+    model: models.Model, setup: Setup
+) -> tuple[nn.Module, Callable[[bool], Any]]:
     """The sharded model, and a function that returns a ``with`` block for a backward with or without reductions."""
     # Without shards, the wrapper takes a mesh of all ranks, and `fully_shard` one with a dimension of one rank.
-    if setup.strategy in HYBRID or (setup.strategy == "NO_SHARD" and setup.api == "fsdp2"):
+    if setup.strategy in HYBRID or (
+        setup.strategy == "NO_SHARD" and setup.api == "fsdp2"
+    ):
         shape = {"replicate": setup.num_ranks // setup.shards, "shard": setup.shards}
     else:
         shape = {"shard": setup.num_ranks}
@@ -143,11 +157,20 @@ def _shard(model: models.Model, setup: Setup) -> tuple[nn.Module, Callable[[bool
     return (_shard_fsdp1 if setup.api == "fsdp1" else _shard_fsdp2)(model, setup, mesh)
 
 
-def _shard_fsdp2(model: models.Model, setup: Setup, mesh: DeviceMesh) -> tuple[nn.Module, Callable[[bool], Any]]:
-    precision = MixedPrecisionPolicy(DTYPES[setup.param_dtype], DTYPES[setup.reduce_dtype], cast_forward_inputs=False)
-    reshards = setup.reshard_after_forward or setup.strategy not in ("SHARD_GRAD_OP", "_HYBRID_SHARD_ZERO2")
+def _shard_fsdp2(
+    model: models.Model, setup: Setup, mesh: DeviceMesh
+) -> tuple[nn.Module, Callable[[bool], Any]]:
+    precision = MixedPrecisionPolicy(
+        DTYPES[setup.param_dtype], DTYPES[setup.reduce_dtype], cast_forward_inputs=False
+    )
+    reshards = setup.reshard_after_forward or setup.strategy not in (
+        "SHARD_GRAD_OP",
+        "_HYBRID_SHARD_ZERO2",
+    )
     for unit in model.units:
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshards, mp_policy=precision)
+        fully_shard(
+            unit, mesh=mesh, reshard_after_forward=reshards, mp_policy=precision
+        )
     sharded: FSDPModule = fully_shard(model.module, mesh=mesh, mp_policy=precision)  # type: ignore[assignment]
 
     def gradient_sync(enabled: bool) -> Any:
@@ -158,10 +181,20 @@ def _shard_fsdp2(model: models.Model, setup: Setup, mesh: DeviceMesh) -> tuple[n
     return sharded, gradient_sync  # type: ignore[return-value]
 
 
-def _shard_fsdp1(model: models.Model, setup: Setup, mesh: DeviceMesh) -> tuple[nn.Module, Callable[[bool], Any]]:
-    precision = MixedPrecision(DTYPES[setup.param_dtype], DTYPES[setup.reduce_dtype], cast_root_forward_inputs=False)
+def _shard_fsdp1(
+    model: models.Model, setup: Setup, mesh: DeviceMesh
+) -> tuple[nn.Module, Callable[[bool], Any]]:
+    precision = MixedPrecision(
+        DTYPES[setup.param_dtype],
+        DTYPES[setup.reduce_dtype],
+        cast_root_forward_inputs=False,
+    )
     units = set(model.units)
-    prefetch = None if setup.backward_prefetch is None else BackwardPrefetch[setup.backward_prefetch]
+    prefetch = (
+        None
+        if setup.backward_prefetch is None
+        else BackwardPrefetch[setup.backward_prefetch]
+    )
     sharded = FullyShardedDataParallel(
         model.module,
         device_mesh=mesh,
@@ -186,11 +219,21 @@ class _FusedAdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self) -> None:  # type: ignore[override]
         """Updates all parameters with one kernel."""
-        trained = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        trained = [
+            p
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None
+        ]
         for parameter in trained:
             if not self.state[parameter]:
-                self.state[parameter] = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-        columns = zip(*((p, p.grad, *self.state[p].values()) for p in trained), strict=True)
+                self.state[parameter] = {
+                    name: torch.zeros_like(parameter)
+                    for name in ("exp_avg", "exp_avg_sq")
+                }
+        columns = zip(
+            *((p, p.grad, *self.state[p].values()) for p in trained), strict=True
+        )
         local = [[local_tensor(tensor) for tensor in tensors] for tensors in columns]
         torch._fused_adamw_(  # type: ignore[call-overload]
             *local,

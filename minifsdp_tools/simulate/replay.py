@@ -111,7 +111,9 @@ class Replay:
         self._busy: dict[str, float] = defaultdict(float)
         self._flops: dict[str, float] = defaultdict(float)
         # The engine's events with simulated times, and the last one whose collective follows.
-        self._timed = {id(event): replace(event, start=0.0, end=0.0) for event in recording.events}
+        self._timed = {
+            id(event): replace(event, start=0.0, end=0.0) for event in recording.events
+        }
         self._marked: trace.Event | None = None
 
     def run(self, item: Item) -> None:
@@ -127,7 +129,9 @@ class Replay:
             case WaitEvent():
                 self.host += self._card.host_event
                 # An event of an earlier step is complete.
-                self.ends[item.stream] = max(self.ends[item.stream], self._events.get(item.event, 0.0))
+                self.ends[item.stream] = max(
+                    self.ends[item.stream], self._events.get(item.event, 0.0)
+                )
                 if self._card.is_cpu and item.stream == COMPUTE:
                     # A CPU thread that computes itself waits where the compute stream of a card does.
                     self._waited += max(0.0, self.ends[COMPUTE] - self.host)
@@ -149,7 +153,11 @@ class Replay:
         """The step, after its last item."""
         seconds = max(self.host, *self.ends.values(), 0.0) + self.delay
         compute = _length(self._computing)
-        peak = self._card.matmul32 if self._recording.setup.param_dtype == "fp32" else self._card.matmul
+        peak = (
+            self._card.matmul32
+            if self._recording.setup.param_dtype == "fp32"
+            else self._card.matmul
+        )
         return Result(
             seconds=seconds,
             compute_seconds=compute + self.delay,
@@ -170,11 +178,15 @@ class Replay:
     def _compute(self, kernel: Kernel) -> None:
         self.host += self._card.host_operator
         # The thread of a CPU executes the kernels of all streams. Collectives run in other threads.
-        start = self.host if self._card.is_cpu else max(self.ends[kernel.stream], self.host)
+        start = (
+            self.host if self._card.is_cpu else max(self.ends[kernel.stream], self.host)
+        )
         seconds = self._card.seconds(kernel)
         if kernel.stream == COMPUTE:
             # Collectives that run now use a part of the card.
-            more = self._card.slowdown * max(0.0, min(seconds, self._slowed_until - start))
+            more = self._card.slowdown * max(
+                0.0, min(seconds, self._slowed_until - start)
+            )
             self._busy[kernel.phase] += seconds + more
             if self._card.is_cpu:
                 self.delay += more
@@ -209,7 +221,10 @@ class Replay:
         self._change(self.host, num_bytes)
 
     def _free(self, item: Free) -> None:
-        until = max((self.ends[stream] for stream in self._used_on.pop(item.block, ())), default=self.host)
+        until = max(
+            (self.ends[stream] for stream in self._used_on.pop(item.block, ())),
+            default=self.host,
+        )
         if until > self.host:
             heapq.heappush(self._kept, (until, item.num_bytes))
         else:
@@ -223,7 +238,9 @@ class Replay:
         if event.kind in _OF_COLLECTIVES:
             self._marked = event if item.is_begin else self._marked
             return
-        event.end = self.delay + (self.host if event.kind == "WAIT" else max(self.host, self.ends[COMPUTE]))
+        event.end = self.delay + (
+            self.host if event.kind == "WAIT" else max(self.host, self.ends[COMPUTE])
+        )
         if item.is_begin:
             event.start = event.end
 

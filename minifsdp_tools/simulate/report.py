@@ -19,7 +19,16 @@ from minifsdp_tools.simulate.machine import Card
 from minifsdp_tools.simulate.replay import Result
 from minifsdp_tools.simulate.setup import HYBRID, Setup
 
-COLUMNS = ("setting", "step", "exposed", "tokens/s/rank", "MFU", "HFU", "peak", "limited by")
+COLUMNS = (
+    "setting",
+    "step",
+    "exposed",
+    "tokens/s/rank",
+    "MFU",
+    "HFU",
+    "peak",
+    "limited by",
+)
 GIB = 2**30
 # The rest of a card's memory is used by its driver, by libraries, and by gaps between blocks.
 USABLE = 0.92
@@ -49,7 +58,8 @@ def name_of(setup: Setup) -> str:
         f"{setup.unit} blocks per unit": setup.unit > 1,
         f"micro-batch {setup.micro_batch}": True,
         f"checkpointing {setup.checkpointing}": setup.checkpointing != "none",
-        f"prefetch {setup.backward_prefetch}": setup.backward_prefetch != "BACKWARD_PRE",
+        f"prefetch {setup.backward_prefetch}": setup.backward_prefetch
+        != "BACKWARD_PRE",
     }
     return ", ".join(part for part, is_shown in parts.items() if is_shown)
 
@@ -71,7 +81,10 @@ def table(runs: Iterable[tuple[Setup, Result]], card: Card) -> str:
             )
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    padded = (
+        [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]
+        for line in lines
+    )
     return "\n".join("  ".join(line).rstrip() for line in padded)
 
 
@@ -79,10 +92,20 @@ def json_line(setup: Setup, card: Card, result: Result) -> str:
     """The setting, the card and the figures of a run as one line of JSON, without events."""
     figures: dict[str, Any] = asdict(result)
     del figures["events"], figures["memory"]
-    return json.dumps({"setup": asdict(setup), "card": asdict(card), **figures, "limit": limit_of(setup, card, result)})
+    return json.dumps(
+        {
+            "setup": asdict(setup),
+            "card": asdict(card),
+            **figures,
+            "limit": limit_of(setup, card, result),
+        }
+    )
 
 
 def picture(setup: Setup, result: Result) -> str:
     """The engine's events at their simulated times, as an SVG."""
     events = sorted(result.events, key=lambda event: event.start)
-    return timeline.svg([events], title=f"Simulated step of rank 0 of {setup.num_ranks}: {name_of(setup)}")
+    return timeline.svg(
+        [events],
+        title=f"Simulated step of rank 0 of {setup.num_ranks}: {name_of(setup)}",
+    )

@@ -26,7 +26,9 @@ from minifsdp_tools.simulate.shapes import Shape
 _FEWER = (2, 4)
 
 
-def search(base: Setup, card: Card, network: Network, num_best: int = 3) -> tuple[list[tuple[Setup, Result]], int]:
+def search(
+    base: Setup, card: Card, network: Network, num_best: int = 3
+) -> tuple[list[tuple[Setup, Result]], int]:
     """Finds the settings with the most tokens per second that fit into the card's memory.
 
     Args:
@@ -46,25 +48,45 @@ def search(base: Setup, card: Card, network: Network, num_best: int = 3) -> tupl
     def rank(run: tuple[Setup, Result]) -> tuple[bool, float]:
         return not _fits(run[1], card), -run[1].tokens_per_second
 
-    predicted = sorted(((setup, _predicted(setup, shape, card, network)) for setup in candidates(base)), key=rank)
+    predicted = sorted(
+        (
+            (setup, _predicted(setup, shape, card, network))
+            for setup in candidates(base)
+        ),
+        key=rank,
+    )
     num_simulated = min(num_best, sum(_fits(result, card) for _, result in predicted))
-    best = [(setup, replay(record(setup), card, network)) for setup, _ in predicted[:num_simulated]]
-    return [*sorted(best, key=rank), *predicted[num_simulated:]], sum(_fits(result, card) for _, result in best)
+    best = [
+        (setup, replay(record(setup), card, network))
+        for setup, _ in predicted[:num_simulated]
+    ]
+    return [*sorted(best, key=rank), *predicted[num_simulated:]], sum(
+        _fits(result, card) for _, result in best
+    )
 
 
 def candidates(base: Setup) -> Iterator[Setup]:
     """The settings of the search."""
-    for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
+    for strategy in (
+        "FULL_SHARD",
+        "SHARD_GRAD_OP",
+        "HYBRID_SHARD",
+        "_HYBRID_SHARD_ZERO2",
+    ):
         for shards in _splits(base) if strategy in HYBRID else [None]:
             chosen = replace(base, strategy=strategy, num_shards=shards)
-            for unit, size, kind in product((1, 2), (1, 2, 4, 8), ("none", "selective", "full")):
+            for unit, size, kind in product(
+                (1, 2), (1, 2, 4, 8), ("none", "selective", "full")
+            ):
                 yield replace(chosen, unit=unit, micro_batch=size, checkpointing=kind)
 
 
 def _splits(base: Setup) -> list[int]:
     """The numbers of shards of a copy: one machine, and twice and four times as many, if there are several copies."""
     sizes = (base.ranks_per_machine * times for times in (1, 2, 4))
-    return [size for size in sizes if size < base.num_ranks and base.num_ranks % size == 0]
+    return [
+        size for size in sizes if size < base.num_ranks and base.num_ranks % size == 0
+    ]
 
 
 def _fits(result: Result, card: Card) -> bool:
@@ -73,14 +95,20 @@ def _fits(result: Result, card: Card) -> bool:
 
 def _predicted(setup: Setup, shape: Shape, card: Card, network: Network) -> Result:
     few, more = (min(shape.layers, setup.unit * number) for number in _FEWER)
-    first, second = (replace(setup, model=replace(shape, layers=number)) for number in (few, more))
+    first, second = (
+        replace(setup, model=replace(shape, layers=number)) for number in (few, more)
+    )
     result = replay(record(first), card, network)
     if few == more:
         return result
-    return extrapolated([result, replay(record(second), card, network)], (few, more), shape.layers)
+    return extrapolated(
+        [result, replay(record(second), card, network)], (few, more), shape.layers
+    )
 
 
-def extrapolated(runs: Sequence[Result], layers: tuple[int, int], wanted: int) -> Result:
+def extrapolated(
+    runs: Sequence[Result], layers: tuple[int, int], wanted: int
+) -> Result:
     """The result for ``wanted`` layers, from those of two smaller numbers of layers."""
     first, second = runs
     factor = (wanted - layers[0]) / (layers[1] - layers[0])
@@ -104,5 +132,8 @@ def extrapolated(runs: Sequence[Result], layers: tuple[int, int], wanted: int) -
         peak_held=round(line(first.peak_held, second.peak_held)),
         memory=(),
         events=(),
-        busy={kind: line(first.busy.get(kind, 0.0), time) for kind, time in second.busy.items()},
+        busy={
+            kind: line(first.busy.get(kind, 0.0), time)
+            for kind, time in second.busy.items()
+        },
     )

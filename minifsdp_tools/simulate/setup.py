@@ -82,12 +82,24 @@ class Setup:
         for name, choices in checked.items():
             if (value := getattr(self, name)) not in choices:
                 known = ", ".join(map(str, choices))
-                raise ValueError(message("simulate-choice", name=name, value=value, choices=known))
-        for name in ("num_ranks", "ranks_per_machine", "unit", "micro_batch", "accumulation"):
+                raise ValueError(
+                    message("simulate-choice", name=name, value=value, choices=known)
+                )
+        for name in (
+            "num_ranks",
+            "ranks_per_machine",
+            "unit",
+            "micro_batch",
+            "accumulation",
+        ):
             if getattr(self, name) < 1:
-                raise ValueError(message("simulate-number", name=name, value=getattr(self, name)))
+                raise ValueError(
+                    message("simulate-number", name=name, value=getattr(self, name))
+                )
         if self.num_ranks % self.shards:
-            raise ValueError(message("simulate-shards", num_ranks=self.num_ranks, shards=self.shards))
+            raise ValueError(
+                message("simulate-shards", num_ranks=self.num_ranks, shards=self.shards)
+            )
 
     @property
     def shape(self) -> Shape:

@@ -55,7 +55,15 @@ class Shape:
 
 
 _gpt2 = partial(Shape, vocabulary=50257, tied=True, positions=1024, sequence=1024)
-_llama = partial(Shape, vocabulary=128256, kv_heads=8, gated=True, biases=False, rms=True, sequence=8192)
+_llama = partial(
+    Shape,
+    vocabulary=128256,
+    kv_heads=8,
+    gated=True,
+    biases=False,
+    rms=True,
+    sequence=8192,
+)
 _mpt = partial(Shape, vocabulary=50368, tied=True, positions=2048)
 
 SHAPES = {
@@ -90,9 +98,17 @@ def shape_of(text: str) -> Shape:
     """
     known = {field.name for field in fields(Shape)}
     pairs = [part.partition("=")[::2] for part in text.split(",")]
-    if wrong := [f"{name}={value}" for name, value in pairs if name not in known or not value.isdigit()]:
-        raise ValueError(message("simulate-size", name=wrong[0], known=", ".join(sorted(known))))
+    if wrong := [
+        f"{name}={value}"
+        for name, value in pairs
+        if name not in known or not value.isdigit()
+    ]:
+        raise ValueError(
+            message("simulate-size", name=wrong[0], known=", ".join(sorted(known)))
+        )
     given: dict[str, Any] = {name: int(value) for name, value in pairs}
-    if missing := [name for name in ("layers", "width", "heads", "vocabulary") if name not in given]:
+    if missing := [
+        name for name in ("layers", "width", "heads", "vocabulary") if name not in given
+    ]:
         raise ValueError(message("simulate-missing-size", text=text, name=missing[0]))
     return Shape(**given)

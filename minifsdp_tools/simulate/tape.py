@@ -114,7 +114,17 @@ class Mark:
     is_begin: bool
 
 
-Item: TypeAlias = Kernel | Collective | RecordEvent | WaitEvent | HostWait | Allocate | Free | UseOn | Mark
+Item: TypeAlias = (
+    Kernel
+    | Collective
+    | RecordEvent
+    | WaitEvent
+    | HostWait
+    | Allocate
+    | Free
+    | UseOn
+    | Mark
+)
 
 
 @dataclass

@@ -30,7 +30,7 @@ MUTANTS = [
         "NEW-05",
         "The next forward all-gathers the values of the smaller mesh from before the optimizer step.",
         remove(
-            "PerParameterLayout.unshard_from_full_mesh",
+            "PerParameterLayout.gather_from_own_shards",
             "for bucket in self.buckets:\n    ...",
         ),
     ),
