@@ -55,7 +55,9 @@ class Manual:
         self._iteration.points.forward_begins.remove(self.forward_begins)
 
     def backward_ends(self) -> bool:
-        """Keeps the iteration open."""
+        """Keeps the iteration open. After an error in it, forgets the handle of before."""
+        if not self._iteration.is_open:
+            self.unfinished = None
         self._iteration.keep_open()
         return True
 

@@ -21,7 +21,6 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from minifsdp.checks import are_on
 from minifsdp.engine.layout import Layout, ParamInfo
 from minifsdp.engine.messages import message
 
@@ -44,8 +43,6 @@ def check_free(parameters: Mapping[nn.Parameter, ParamInfo]) -> None:
     Raises:
         ValueError: if another unit has taken one of their attributes, or another attribute with the same tensor.
     """
-    if not are_on():
-        return
     for parameter, first in parameters.items():
         for info in first.attributes:
             known = _places.get(info.module, {})
@@ -65,17 +62,20 @@ def check_free(parameters: Mapping[nn.Parameter, ParamInfo]) -> None:
             )
 
 
-def take(parameters: Mapping[nn.Parameter, ParamInfo]) -> None:
+def take(
+    parameters: Mapping[nn.Parameter, ParamInfo], *, is_flat: bool = False
+) -> None:
     """Records that these parameters belong to a unit. Call it when modules have the unit's tensors.
 
     Args:
         parameters: the original parameters, with their places.
+        is_flat: whether a flat unit has taken them. Then the module can be wrapped again with new parameters.
     """
     for original, first in parameters.items():
         taken[original] = first.path
         if first.module._parameters.get(first.name) is not original:
             replaced[original] = first.path
-        for info in first.attributes:
+        for info in () if is_flat else first.attributes:
             # Store module and name. A reference to the new tensor, even a weak one, makes `to()` fail for a DTensor.
             _places.setdefault(info.module, {})[info.name] = first.path
 
@@ -88,7 +88,7 @@ def check_one_api(module: nn.Module, api: str) -> None:
     """
     for name, inner in module.named_modules():
         other = _apis.get(inner, api)
-        if other != api and are_on():
+        if other != api:
             raise ValueError(
                 message(
                     "two-apis",

@@ -95,7 +95,7 @@ class LeafHooks:
         is_registered = register_pre_backward_hook(
             output, self._pre_backward, inputs=inputs
         )
-        if is_registered and not any(map(_REQUIRES_GRAD, unit.layout.leaves)):
+        if is_registered and not any(map(_REQUIRES_GRAD, unit.layout.local_parameters)):
             # If the unit is used more than once, it stays unsharded for the other uses until the end of backward.
             unit.num_uses += 1
             hooked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]

@@ -277,9 +277,8 @@ class FlatLayout(Layout):
         leaf = self._unsharded.leaf
         requires_grad = self.registered.requires_grad
         if leaf.requires_grad is not requires_grad:
-            for variant in self._variants.values():
-                variant.leaf.requires_grad_(requires_grad)
-                variant.lasting_views = None
+            leaf.requires_grad_(requires_grad)
+            self._unsharded.lasting_views = None
         # Notes 1 and 2: create the views at the moment of use, with one split.
         views = self.views_of(leaf)
         if torch.is_grad_enabled():

@@ -206,8 +206,6 @@ class RootState:
                 raise RuntimeError(
                     message("while-summoned", what="forward", unit=unit.name)
                 )
-        for observer in self.iteration.observers:
-            observer.forward_begins(self.units)
         # The user may have replaced parameters, maybe by parameters of another dtype.
         for unit in self.units:
             if unit.phase is not Phase.SUMMONED:
@@ -231,6 +229,8 @@ class RootState:
                 and unit.layout.is_stale()
             ):
                 unit.reshard()
+        for observer in self.iteration.observers:
+            observer.forward_begins(self.units)
 
     def check_thread(self) -> None:
         """Called when a module is called while one of its calls is running.

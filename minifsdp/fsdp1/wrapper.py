@@ -234,10 +234,10 @@ class Wrapper(nn.Module):
     ) -> build.FlatUnit | None:
         """Creates the unit of the parameters that no inner wrapper manages. Returns ``None`` if there are none."""
         parameters = owned_parameters(modules, self._ignored_params, is_flattened)
+        find_second_places(modules, parameters)
         if not parameters:
             return None
         ownership.check_free(parameters)
-        find_second_places(modules, parameters)
         use_dense_gradients(parameters)
         chosen = self.mixed_precision
         precision = Precision(
@@ -255,7 +255,7 @@ class Wrapper(nn.Module):
             use_orig_params=self._use_orig_params,
             shows_kept=self._use_orig_params and is_sharded and not reshards,
         )
-        ownership.take(parameters)
+        ownership.take(parameters, is_flat=True)
         optimizer_steps.add(layout)
         plan = ReducePlan.mean(self._mesh, precision.reduces_in(layout.dtype))
         # A unit that is not sharded, and computes in a copy in another dtype, frees the copy.

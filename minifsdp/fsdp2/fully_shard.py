@@ -146,8 +146,9 @@ def fully_shard(
     )
     unit = None
     if params:
-        unit = _make_unit(modules[0], params, options, reshard_after_forward)
-        ownership.take(parameters)
+        unit = _make_unit(
+            modules[0], parameters, params, options, reshard_after_forward
+        )
     # 3. The state registers the hooks.
     create = next((case for case in STATES if case.takes(modules)), FSDPState)
     state = create(modules, unit, device, mp_policy, reshard_after_forward)
@@ -234,12 +235,14 @@ def _sharded_params(
 
 def _make_unit(
     module: nn.Module,
+    parameters: dict[nn.Parameter, ParamInfo],
     params: list[ShardedParam],
     options: Options,
     reshard: bool | int | None,
 ) -> Unit[PerParameterLayout]:
     # 2. The layout takes the values and registers DTensors on the modules.
     layout = PerParameterLayout(params, options)
+    ownership.take(parameters)
     optimizer_steps.add(layout)
     dtype = options.precision.reduces_in(layout.dtype)
     numbers_on: dict[MeshGroups, list[int]] = {}

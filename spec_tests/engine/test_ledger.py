@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 
+import minifsdp
 from minifsdp.checks.collective import Collective
 from minifsdp.checks.collective_log import CollectiveLog, Entry, log
 from minifsdp.checks.place import way_out_of_main_thread
@@ -462,3 +464,16 @@ def test_engine_without_collective_log_trains_alike() -> None:
         train_once(model)
     assert not entries()
     assert all(map(torch.equal, expected, gradients(model)))
+
+
+@pytest.mark.spec("LEDGER-02")
+@ranks(2)
+def test_a_forward_that_does_not_begin_leaves_no_place_for_later_collectives() -> None:
+    model = minifsdp.fully_shard(nn.Sequential(minifsdp.fully_shard(nn.Linear(4, 4)), nn.Linear(4, 4)))
+    model(torch.ones(1, 4))
+    weight, number = model[1].weight, log.iteration
+    model[1].weight = nn.Parameter(torch.ones(4, 4))
+    with pytest.raises(RuntimeError, match="replaced"):
+        model(torch.ones(1, 4))
+    assert (log.place, log.iteration) == (None, number)
+    model[1].weight = weight

@@ -470,3 +470,15 @@ def test_hybrid_with_shard_groups_of_one_rank_warns_and_averages_gradients() -> 
         model = FSDP(seeded(), (alone, dist.group.WORLD), HYBRID_SHARD, auto_wrap_policy=ModuleWrapPolicy({Block}))
     iterate(model)
     assert_same(flat_gradients(model), chunked(seeded(), mean_gradients(seeded()), 1, 0), bitwise=True)
+
+
+@pytest.mark.spec("CTOR-17")
+@ranks(2)
+def test_a_module_with_new_parameters_can_be_wrapped_again() -> None:
+    linear = nn.Linear(4, 4, device=device())
+    FSDP(linear, device_id=device())
+    linear.weight = nn.Parameter(torch.ones(4, 4, device=device()))
+    linear.bias = nn.Parameter(torch.ones(4, device=device()))
+    again = FSDP(linear, device_id=device())
+    again(torch.ones(2, 4, device=device())).sum().backward()
+    assert again._flat_param.grad is not None

@@ -176,3 +176,59 @@ def test_buffers_are_in_full_precision_too(strategy: ShardingStrategy) -> None:
     with torch.no_grad():
         assert model(batch()).dtype is torch.float32
     assert unit.factor.dtype is torch.float32
+
+
+@pytest.mark.spec("FRESH-08")
+@every_strategy
+@ranks(2)
+def test_parameters_frozen_during_an_evaluation_keep_the_graph_of_the_last_forward(strategy: ShardingStrategy) -> None:
+    _, model = plain_and_sharded(strategy)
+    model.eval()
+    with torch.no_grad():
+        model(batch())
+    model.train()
+    loss = model(batch()).float().sum()
+    model.requires_grad_(False)
+    model.eval()
+    with torch.no_grad():
+        model(batch())
+    model.requires_grad_(True)
+    model.train()
+    loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.numel())
+
+
+class SkipsFrozenPart(nn.Module):
+    """An evaluation does not run the frozen second part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Shift()
+        self.second = Shift().requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        self.between = x
+        return self.second(x) if self.training else x
+
+
+@pytest.mark.spec("FRESH-08", "FWD-06")
+@ranks(2)
+def test_frozen_unit_is_resharded_during_backward_after_an_evaluation_without_it() -> None:
+    os.environ["FSDP_USE_FULL_PREC_IN_EVAL"] = "1"
+    options: Any = {"strategy": ShardingStrategy.FULL_SHARD, "precision": LOW, "device_id": device()}
+    model = WRAPPED.shard(SkipsFrozenPart(), unit_classes=(Shift,), **options)
+    backward(model)
+    model.eval()
+    with torch.no_grad():
+        model(batch())
+    model.train()
+    states: list[str] = []
+    result = model(batch())
+    inside: Any = model.module
+    unit = inside.second._unit
+    inside.between.register_hook(lambda _: states.append(unit.state.name))
+    inside.between.register_hook(lambda _: states.append(unit.phase.name))
+    result.float().sum().backward()
+    # The gradient of the input of the frozen unit has been computed.
+    assert states == ["SHARDED", "IDLE"]

@@ -221,3 +221,18 @@ def test_after_reset_iter_state_a_manual_iteration_can_be_repeated() -> None:
     model.finalize_backward()
     for found, expected in zip(model.parameters(), usual.parameters(), strict=True):
         assert torch.equal(found.grad.to_local(), expected.grad.to_local())
+
+
+@pytest.mark.spec("NEW-25", "NEW-15")
+@ranks(2)
+def test_handle_of_before_a_reset_does_not_keep_later_calls_from_working() -> None:
+    model = sharded_by(minifsdp)
+    model.set_manual_backward_finalization(True)
+    first, second = (loss_of(model(batch(number))) for number in (0, 1))
+    first.backward()
+    model.finalize_backward(async_op=True)
+    model.reset_iter_state()
+    second.backward()
+    backward(model, 2)
+    model.finalize_backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())

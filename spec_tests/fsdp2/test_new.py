@@ -512,3 +512,13 @@ def test_dimensions_for_data_parallelism_are_those_of_torch(given: dict[str, Any
 def test_the_error_without_dimensions_names_both_arguments() -> None:
     with pytest.raises(ValueError, match=r"rank 0: .*shard=.*replicate="):
         DataParallelMeshDims()
+
+
+@pytest.mark.spec("NEW-05", "ORIG-16")
+@ranks(2)
+def test_after_an_error_for_the_number_of_ranks_a_second_call_names_the_parameter() -> None:
+    layer = nn.Linear(4, 4, device=device())
+    with pytest.raises(ValueError, match="reshard_after_forward"):
+        subject.fully_shard(layer, reshard_after_forward=3)
+    with pytest.raises(ValueError, match="already belongs to another unit"):
+        subject.fully_shard(layer)

@@ -380,6 +380,29 @@ def test_parameters_in_a_list_a_dict_or_another_attribute_are_the_unsharded_ones
     assert_equal_weights(model, plain)
 
 
+class OnlyStores(nn.Module):
+    """A module without parameters of its own, which stores one of an inner module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.kept = [self.inner.weight]
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.inner(x)
+        return result
+
+
+@pytest.mark.spec("PROG-48")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@ranks(2)
+def test_a_parameter_of_an_inner_unit_in_a_list_warns_without_parameters_of_its_own(use_orig_params: bool) -> None:
+    model = OnlyStores().to(device())
+    model.inner = FullyShardedDataParallel(model.inner, device_id=device(), use_orig_params=use_orig_params)
+    with pytest.warns(UserWarning, match="stores parameters that belong to a unit"):
+        FullyShardedDataParallel(model, device_id=device(), use_orig_params=use_orig_params)
+
+
 @pytest.mark.spec("PROG-48", "PROG-01")
 @pytest.mark.parametrize("kind", [kind for kind in ALL if not kind.startswith("fully_shard")])
 @ranks(2)
