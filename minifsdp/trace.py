@@ -107,6 +107,10 @@ class Recorder:
         """Ends the latest span of a unit, if it began while the recorder was installed."""
         self.finish(self._latest.pop((kind, unit), None))
 
+    def freed(self, unit: Any) -> None:
+        """Records that the unsharded parameters of a unit are freed."""
+        self.begin("FREE", unit.name, num_bytes=unit.layout.num_bytes)
+
     def all_gather_begins(self, unit: Any) -> None:
         """Appends the events of an all-gather of ``unit``."""
         layout = unit.layout

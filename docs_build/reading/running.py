@@ -10,6 +10,7 @@ An action that begins is the first later line that does not only record; one tha
 """
 
 import ast
+import re
 from functools import cache
 
 from docs_build.reading.definitions import docstring_lines, find
@@ -37,7 +38,7 @@ def only_records(name: str, qualified: str) -> bool:
 def line_of(name: str, qualified: str, text: str, *, has_ended: bool) -> int:
     """The line that begins or has ended at the moment when the line ``text`` ran; 0 if there is none."""
     texts, lines = read_module(name).text.splitlines(), lines_of(name, qualified)
-    here = next((number for number in lines if texts[number - 1].strip() == text), 0)
+    here = next((number for number in lines if statement_at(name, number) == text), 0)
     recording = read_module(name).recording
     if not here or here not in recording:
         return here
@@ -47,3 +48,21 @@ def line_of(name: str, qualified: str, text: str, *, has_ended: bool) -> int:
     behind = [number for number in acting if number > here]
     chosen = before[-1:] or behind[:1] if has_ended else behind[:1] or before[-1:]
     return chosen[0] if chosen else here
+
+
+@cache
+def statement_at(name: str, number: int) -> str:
+    """The statement at a line of a module, in one line. Of a block, only its head. Empty if there is none."""
+    module = read_module(name)
+    lines = module.text.splitlines()
+    nodes = [node for node in ast.walk(ast.parse(module.text)) if isinstance(node, ast.stmt)]
+    inner = max(
+        (node for node in nodes if node.lineno <= number <= (node.end_lineno or 0)),
+        key=lambda node: node.lineno,
+        default=None,
+    )
+    if inner is None:
+        return ""
+    last = inner.body[0].lineno - 1 if hasattr(inner, "body") else inner.end_lineno
+    text = " ".join(line.strip() for line in lines[inner.lineno - 1 : last])
+    return re.sub(r",? ([)\]}])", r"\1", re.sub(r"([(\[{]) ", r"\1", text))

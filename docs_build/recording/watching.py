@@ -11,7 +11,6 @@ Unsharded gradients are counted with weak references: such a gradient is taken f
 stays in memory until its last user releases it.
 """
 
-import linecache
 import sys
 import time
 import weakref
@@ -23,6 +22,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from docs_build.reading.order import PACKAGE
+from docs_build.reading.running import statement_at
 from docs_build.reading.source import read_module
 from minifsdp import trace
 from minifsdp.engine.shards import shard_range
@@ -211,7 +211,8 @@ def _stack() -> list[tuple[str, str, str, str]]:
     while frame is not None and len(found) < 5:
         path = frame.f_code.co_filename
         if path.startswith(HOME) and not path.endswith("/trace.py"):
-            name, line = path[len(HOME) :], linecache.getline(path, frame.f_lineno).strip()
+            name = path[len(HOME) :]
+            line = statement_at(name, frame.f_lineno)
             found.append((name, frame.f_code.co_qualname, read_module(name).anchor_of(frame.f_lineno), line))
         frame = frame.f_back  # type: ignore[assignment]
     return found

@@ -102,7 +102,7 @@ class GradientReductionHandle:
     def __init__(self) -> None:
         self._iteration: IterationState | None = None
 
-    def begin(self, iteration: IterationState, manual: Manual) -> None:
+    def _begin(self, iteration: IterationState, manual: Manual) -> None:
         """Issues the reductions."""
         reduce_all(iteration)
         self._iteration = iteration
@@ -162,7 +162,7 @@ class ManualFinalization:
         handle = GradientReductionHandle()
         if self._get_fsdp_state().root_state is not None:
             root_state = self._as_root("finalize_backward")
-            handle.begin(root_state.iteration, _checked(root_state))
+            handle._begin(root_state.iteration, _checked(root_state))
         if async_op:
             return handle
         handle.wait()

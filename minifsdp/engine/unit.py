@@ -216,10 +216,7 @@ class Unit(Generic[LayoutT]):
         self.state = State.UNSHARDED
 
     def reshard(self, *, to_smaller_mesh: bool = False) -> None:
-        """Any state -> SHARDED: frees the unsharded parameters. Waits first for an all-gather in flight.
-
-        With ``to_smaller_mesh``, reshards to the smaller mesh of the policy, if there is one.
-        """
+        """Any state -> SHARDED: frees the unsharded parameters. Waits first for an all-gather in flight."""
         post_forward_mesh = self.policy.post_forward_mesh
         if post_forward_mesh is not None:
             # Even if the unit is SHARDED on a smaller mesh, the next all-gather must read the normal shards.
@@ -236,9 +233,7 @@ class Unit(Generic[LayoutT]):
         event = self.layout.free()
         if event is not None:
             if events.recorder is not None:
-                events.recorder.begin(
-                    "FREE", self.name, num_bytes=self.layout.num_bytes
-                )
+                events.recorder.freed(self)
             self.limiter.released(event)
 
 
