@@ -52,7 +52,7 @@ def line_of(name: str, qualified: str, text: str, *, has_ended: bool) -> int:
 
 @cache
 def statement_at(name: str, number: int) -> str:
-    """The statement at a line of a module, in one line. Of a block, only its head. Empty if there is none."""
+    """The statement at a line of a module, in one line; only the head of a block; empty if there is none."""
     module = read_module(name)
     lines = module.text.splitlines()
     nodes = [node for node in ast.walk(ast.parse(module.text)) if isinstance(node, ast.stmt)]
