@@ -47,12 +47,12 @@ class Manual:
         self._iteration = iteration
         self.unfinished: GradientReductionHandle | None = None
         iteration.points.backward_ends.append(self.backward_ends)
-        iteration.points.forward_begins.append(self.forward_begins)
+        iteration.points.forward_begins.append(self.check_finished)
 
     def remove(self) -> None:
         """The end of the next backward ends the iteration again."""
         self._iteration.points.backward_ends.remove(self.backward_ends)
-        self._iteration.points.forward_begins.remove(self.forward_begins)
+        self._iteration.points.forward_begins.remove(self.check_finished)
 
     def backward_ends(self) -> bool:
         """Keeps the iteration open. After an error in it, forgets the handle of before."""
@@ -61,7 +61,7 @@ class Manual:
         self._iteration.keep_open()
         return True
 
-    def forward_begins(self) -> None:
+    def check_finished(self) -> None:
         """Raises an error if the program did not wait for a handle. After an error in an iteration, forgets it."""
         if self._iteration.is_open and self.unfinished is not None:
             raise RuntimeError(message("reduction-unfinished"))
@@ -173,8 +173,7 @@ def _checked(root_state: RootState) -> Manual:
     manual = manual_of(root_state.iteration)
     if manual is None:
         raise RuntimeError(message("not-manual"))
-    if manual.unfinished is not None and root_state.iteration.is_open:
-        raise RuntimeError(message("reduction-unfinished"))
+    manual.check_finished()
     if root_state.is_busy:
         raise RuntimeError(message("finalized-early"))
     for unit in root_state.units:

@@ -12,10 +12,3 @@
 * ``arguments.py`` checks the types of arguments.
 * ``initial_weights.py`` compares the initial weights of the ranks, only with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.
 """
-
-import os
-
-
-def are_on() -> bool:
-    """Whether the program runs with checks."""
-    return os.environ.get("MINIFSDP_CHECKS") != "0"
