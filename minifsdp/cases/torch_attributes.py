@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
 
 from minifsdp.cases.manual_finalization import finish, reduce_all
-from minifsdp.cases.smaller_mesh import smaller_mesh
+from minifsdp.cases.smaller_mesh import mesh_after_forward, smaller_mesh
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.options import MixedPrecisionPolicy
@@ -96,7 +96,7 @@ class ParamGroup:
             return None
         return _info(
             smaller_mesh(mesh, int(self._reshard_to or 0))
-            if policy.post_forward_mesh
+            if mesh_after_forward(self._unit)
             else mesh
         )
 
