@@ -118,7 +118,7 @@ class Recorder:
             self.begin(
                 "H2D",
                 unit.name,
-                num_bytes=layout.num_bytes // unit.plan.mesh.num_shards,
+                num_bytes=layout.num_bytes // unit.plans[0].mesh.num_shards,
             )
         group = layout.group
         if group is not None:

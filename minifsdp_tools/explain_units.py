@@ -121,7 +121,7 @@ def choices_of(model: nn.Module) -> dict[str, Any]:
     """The fields of a `Job` that concern the whole model and not single units."""
     units = _sharded(model)
     groups = [
-        unit.plan.mesh.shard for unit in units if unit.layout.device.type == "cpu"
+        unit.plans[0].mesh.shard for unit in units if unit.layout.device.type == "cpu"
     ]
     return {
         # For other models, the defaults of `fully_shard`, unless prefetching was set manually.
@@ -129,7 +129,8 @@ def choices_of(model: nn.Module) -> dict[str, Any]:
         "backward_prefetch": not isinstance(model, Wrapper)
         or model.backward_prefetch is BackwardPrefetch.BACKWARD_PRE,
         # Whether some reduction overlaps with the next unit's computation; `set_reduction_overlap` can change it.
-        "overlaps": not is_sharded(model) or any(unit.plan.overlaps for unit in units),
+        "overlaps": not is_sharded(model)
+        or any(unit.plans[0].overlaps for unit in units),
         # Whether shards are sent between CPUs by ``minifsdp_gloo``; not for a planned unit.
         "by_messages": any(
             group is not None and group.transport is not None for group in groups
@@ -185,7 +186,7 @@ def _existing(
         buffers: the dtype of its buffers, if one was chosen.
     """
     layout = unit.layout
-    mesh = unit.plan.mesh
+    mesh = unit.plans[0].mesh
     smaller = mesh_after_forward(unit)
     modules = [place.module for info in layout.parameters for place in info.attributes]
     return UnitSummary(
@@ -198,7 +199,7 @@ def _existing(
         frees=unit.policy.reshard_after_forward and not stays,
         reshards_to=None if smaller is None else smaller.num_shards,
         compute=layout.dtype,
-        reduce=unit.precision.reduce or layout.dtype,
+        reduce=unit.layout.precision.reduce or layout.dtype,
         offloads=layout.offloads,
         gathered_bytes=layout.num_bytes,
         low_batch_norms=_low_batch_norms(modules, layout.dtype, buffers, names),

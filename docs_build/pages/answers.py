@@ -11,10 +11,9 @@ from docs_build.pages.values import zero_gigabytes
 from docs_build.reading.papers import hybrid_cross_host, hybrid_cross_host_as_printed
 from docs_build.recording.recordings import find
 from minifsdp.engine.collectives import Scaling
-from minifsdp.engine.comm_streams import CommStreams
+from minifsdp.engine.extension_points import ExtensionPoints
 from minifsdp.engine.flat_tensor import FlatSharding
 from minifsdp.engine.layout import Layout
-from minifsdp.engine.extension_points import ExtensionPoints
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.shards import padded_shard_numel, shard_shape
 from minifsdp.engine.unit import Unit, UnitPolicy
@@ -77,8 +76,11 @@ def who_is_whole() -> Values:
     layout, nothing = MagicMock(spec=Layout), cast(Any, None)
     layout.all_gather.return_value.wait.side_effect = lambda: seen.append("wait for the all-gather")
     layout.free.side_effect = lambda: seen.append("free the memory")
-    unit = Unit(torch.nn.Identity(), layout, [nothing], nothing, UnitPolicy(reshard_after_forward=True))
-    unit.join(CommStreams(torch.device("cpu")), RateLimiter(enabled=False), ExtensionPoints())
+    unit = Unit(torch.nn.Identity(), layout, [nothing], UnitPolicy(reshard_after_forward=True))
+    root: Any = SimpleNamespace(
+        comm_streams=None, limiter=RateLimiter(enabled=False), iteration=SimpleNamespace(points=ExtensionPoints())
+    )
+    unit.root = root
     for verb in (unit.unshard, unit.reshard):
         verb()
         seen.append(unit.state.name)

@@ -5,7 +5,7 @@ their own, ``docs_build/notes/engine/unit.md`` for ``engine/unit.py``::
 
     ## Unit.unshard
 
-        self.limiter.throttle(self.name)
+        self.root.limiter.throttle(self.name)
 
     The CPU may wait here until an older unit has freed its memory.
 

@@ -193,7 +193,7 @@ def test_mutant_changes_line_of_its_function() -> None:
 def test_limiter_mutant_is_shown_at_limiter_call() -> None:
     lines = read_module("engine/unit.py").text.splitlines()
     found = {lines[line - 1].strip(): ones for line, ones in breaks_of("engine/unit.py").items()}
-    assert list(found["self.limiter.throttle(self.name)"][0].red) == ["LIM-02"]
+    assert list(found["self.root.limiter.throttle(self.name)"][0].red) == ["LIM-02"]
 
 
 def links_to_rows(html: str) -> dict[str, set[str]]:

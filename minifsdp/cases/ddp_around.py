@@ -42,7 +42,7 @@ class _Ignored:
         )
         for unit in units:
             name = full_name(unit.layout.name, unit.layout.parameters[0].path)
-            mesh = unit.plan.mesh
+            mesh = unit.plans[0].mesh
             group = mesh.shard or mesh.replicate
             raise RuntimeError(
                 message("ddp-around", name=name, ranks=group and group.ranks)

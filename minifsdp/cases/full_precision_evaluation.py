@@ -47,11 +47,11 @@ def choose_precision(wrappers: Iterable[Any], *, for_backward: bool = False) -> 
         cast_buffers(wrapper)
         unit = wrapper._unit
         stored = not wrapper.module.training
-        if unit is not None and for_backward and unit.awaits_backward:
+        if unit is not None and for_backward and unit.uses.awaits_backward:
             stored = unit.layout.is_recorded_stored
         if unit is not None and unit.layout.is_stored is not stored:
             unit.reshard()
             unit.layout.use_stored_dtype(stored)
             unit.plan_reductions()
             if stored:
-                unit.plan.use(unit.layout.dtype)
+                unit.plans[0].use(unit.layout.dtype)

@@ -51,7 +51,7 @@ class InnerBackward:
             for unit in reversed(self._iteration.units):
                 # A unit that still computed then has kept its gradient.
                 has_gradient = any(leaf.grad is not None for leaf in unit.layout.leaves)
-                if has_gradient and not unit.awaits_backward:
+                if has_gradient and not unit.uses.awaits_backward:
                     self._iteration.post_backward(unit)
             if self._iteration.is_last_backward:
                 self._iteration.reducer.finish()

@@ -113,13 +113,12 @@ class OptimizerSteps:
             observer.gradients_ready(optimizer, layouts)
 
     def _count_step(self, optimizer: torch.optim.Optimizer) -> list[Layout]:
-        """Counts a step for each root whose parameters ``optimizer`` holds. Returns the layouts of these."""
+        """Counts a step for each layout whose parameters ``optimizer`` holds. Returns these layouts."""
         layouts = self._layouts_of(optimizer)
-        for steps in {layout.steps for layout in layouts}:
-            steps.count += 1
         for layout in layouts:
+            layout.num_steps += 1
             if any(parameter.grad is not None for parameter in layout.local_parameters):
-                layout.stepped_at = layout.steps.count
+                layout.stepped_at = layout.num_steps
         return layouts
 
     def _layouts_of(self, optimizer: torch.optim.Optimizer) -> list[Layout]:

@@ -47,7 +47,7 @@ def refuse_part(module: nn.Module, *args: Any) -> None:
 def register_hooks(unit: FlatUnit | None) -> None:
     """Registers hooks on the modules that own parameters of ``unit``, if these are not full parameters."""
     if unit is not None and (
-        not unit.layout.use_orig_params or unit.plan.mesh.shard is not None
+        not unit.layout.use_orig_params or unit.plans[0].mesh.shard is not None
     ):
         for module in {
             place.module for info in unit.layout.parameters for place in info.attributes

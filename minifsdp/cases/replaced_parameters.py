@@ -23,7 +23,9 @@ from dataclasses import replace
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from minifsdp.checks.arguments import check_grad_dtype
 from minifsdp.engine import lifetime
 from minifsdp.engine.bucket import assign_to_buckets
 from minifsdp.engine.layout import full_name, replaced_error
@@ -31,7 +33,6 @@ from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.root import RootState
 from minifsdp.engine.sharded_param import (
-    check_grad_dtype,
     local_shard_of,
     set_local_shard,
 )
@@ -59,6 +60,11 @@ class ReplacedParameters:
                 accept_changes(layout, is_converted=is_converted)
             elif is_converted:
                 layout.refresh()
+            else:
+                # A flat parameter cannot be replaced. Raise the error before the first collective.
+                for dictionary, attribute, index in layout.attributes:
+                    if dictionary.get(attribute.name) is not layout.assigned[index]:
+                        raise replaced_error(layout, attribute)
 
 
 def accept_changes(layout: PerParameterLayout, *, is_converted: bool = False) -> None:
@@ -78,7 +84,7 @@ def accept_changes(layout: PerParameterLayout, *, is_converted: bool = False) ->
         if found is layout.registered[index]:
             is_edited |= local_shard_of(param.parameter) is not param.local_shard
             continue
-        if not isinstance(found, nn.Parameter) or not param.fits(found):
+        if not isinstance(found, nn.Parameter) or not _fits(found, param.parameter):
             raise replaced_error(layout, attribute)
         param.parameter = found
         is_edited = True
@@ -89,6 +95,17 @@ def accept_changes(layout: PerParameterLayout, *, is_converted: bool = False) ->
         layout.choose_dtype()
     if is_converted:
         _refresh(layout)
+
+
+def _fits(found: nn.Parameter, parameter: nn.Parameter) -> bool:
+    """Whether ``found`` is a DTensor of the shape, the mesh and the placements of ``parameter``."""
+    return (
+        isinstance(found, DTensor)
+        and isinstance(parameter, DTensor)
+        and found.shape == parameter.shape
+        and found.device_mesh == parameter.device_mesh
+        and found.placements == parameter.placements
+    )
 
 
 @lifetime.outside_inference_mode

@@ -105,7 +105,7 @@ class SideOutputs:
             new = [
                 tensor
                 for tensor in _kept_in(values, name)
-                if unit.awaits_backward and tensor not in self._watched
+                if unit.uses.awaits_backward and tensor not in self._watched
             ]
             self._watched.update((tensor, True) for tensor in new)
             self._watch(unit, None, None, new)

@@ -62,7 +62,7 @@ def reshard_to_number(unit: Unit[PerParameterLayout], choice: Any) -> None:
     if not isinstance(choice, int):
         raise ValueError(message("reshard-type", choice=choice))
     layout = unit.layout
-    num_shards = unit.plan.mesh.num_shards
+    num_shards = unit.plans[0].mesh.num_shards
     if choice < 1 or num_shards % choice:
         raise ValueError(
             message("reshard-factor", choice=choice, num_shards=num_shards)
@@ -161,7 +161,7 @@ class SmallerMeshes:
             return
         iteration = self._root_state.iteration
         is_after_forward = iteration.in_forward and iteration.is_recorded
-        if is_after_forward and unit.awaits_backward:
+        if is_after_forward and unit.uses.awaits_backward:
             if unit.state is not State.SHARDED:
                 mesh.begin()
         else:

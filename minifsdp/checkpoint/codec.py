@@ -99,7 +99,7 @@ class UnitCodec:
         assert wrapper._unit is not None
         self.unit = wrapper._unit
         self.layout = self.unit.layout
-        self.mesh = self.unit.plan.mesh
+        self.mesh = self.unit.plans[0].mesh
         self.group = self.mesh.shard
         self.prefix = prefix
         self.local_key = prefix + "flat_param"

@@ -107,7 +107,7 @@ def _unchanged_until_forward(
 
     Returns none between a forward and its backward, because a recomputed module changes its buffers in backward.
     """
-    if any(unit.phase is not Phase.IDLE or unit.awaits_backward for unit in units):
+    if any(unit.phase is not Phase.IDLE or unit.uses.awaits_backward for unit in units):
         return set()
     managed = {None, *(memory_of(unit.layout.local_values()) for unit in units)}
     # On the CPU, another process can write to shared memory.

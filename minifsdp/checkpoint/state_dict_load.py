@@ -194,7 +194,9 @@ def _drop_own_tensors(
     flat parameters, and each parameter that the dict lacks.
     """
     sharded = [
-        unit.layout for unit in units_in(wrapper) if unit.plan.mesh.shard is not None
+        unit.layout
+        for unit in units_in(wrapper)
+        if unit.plans[0].mesh.shard is not None
     ]
     own = {id(parameter) for layout in sharded for parameter in layout.local_parameters}
     # Between forward and backward, modules can have unsharded views.

@@ -54,7 +54,7 @@ def check_not_in_ddp(units: Sequence[Unit]) -> None:
     owned = [
         unit.layout.local_parameters
         for unit in units
-        if not _covers(unit.plan.mesh, ranks)
+        if not _covers(unit.plans[0].mesh, ranks)
     ]
     apart = {parameter for parameters in owned for parameter in parameters}
     for name, parameter in around.module.named_parameters():

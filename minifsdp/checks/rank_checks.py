@@ -44,6 +44,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -61,6 +62,9 @@ from minifsdp.engine.messages import message, warn
 if TYPE_CHECKING:
     from minifsdp.engine.hooks import IterationState
     from minifsdp.engine.unit import Unit
+
+# The number of optimizer steps on the parameters of a unit.
+NUM_STEPS = attrgetter("layout.num_steps")
 
 
 class RankChecks:
@@ -87,7 +91,7 @@ class RankChecks:
         self._used = set[CollectiveSequence]()
         numbers = Counter[MeshGroups]()
         for unit in units:
-            mesh = unit.plan.mesh
+            mesh = unit.plans[0].mesh
             unit.name = unit.layout.name = UnitName(
                 unit.name, numbers[mesh], self._used
             )
@@ -139,7 +143,7 @@ class RankChecks:
     def backward_ends(self, iteration: IterationState) -> None:
         """Issues the question in each group that this backward used."""
         comm_streams = iteration.reducer.comm_streams
-        num_steps = iteration.units[0].layout.steps.count
+        num_steps = sum(map(NUM_STEPS, iteration.units))
         if (group := iteration.reducer.next_group) is not None:
             self._used.add(log.sequence_of(group))
         if not (groups := self._groups_to_ask()):

@@ -14,14 +14,61 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from minifsdp.checks import ownership
-from minifsdp.checks.arguments import is_only_called_in_parts
+from minifsdp.checks.arguments import (
+    FUNCTION_OR_NONE,
+    MESH,
+    PARAMETERS,
+    PRECISION_POLICY,
+    Kind,
+    check_grad_dtype,
+    is_only_called_in_parts,
+    require,
+)
 from minifsdp.engine.messages import message
-from minifsdp.engine.sharded_param import check_grad_dtype
 from minifsdp.engine.shards import local_tensor
+from minifsdp.fsdp2.options import OffloadPolicy
 
 
 class NoModulesError(ValueError, IndexError):
     """``fully_shard`` got an empty list. Torch raises ``IndexError``."""
+
+
+# Torch's own CPUOffloadPolicy would be treated as no offload.
+_OFFLOAD = Kind(
+    "an OffloadPolicy of minifsdp, or None",
+    lambda value: (
+        isinstance(value, OffloadPolicy | None)
+        or type(value).__name__ == "OffloadPolicy"
+    ),
+)
+
+
+def check_arguments(
+    *,
+    mesh: Any,
+    shard_placement_fn: Any,
+    mp_policy: Any,
+    offload_policy: Any,
+    ignored_params: Any,
+    dp_mesh_dims: Any,
+) -> None:
+    """Checks the arguments of ``fully_shard`` apart from the modules.
+
+    Raises:
+        TypeError: if an argument has a wrong type.
+        NotImplementedError: if an option is not supported.
+    """
+    call = "fully_shard"
+    require(MESH, call, mesh=mesh)
+    require(FUNCTION_OR_NONE, call, shard_placement_fn=shard_placement_fn)
+    require(PRECISION_POLICY, call, mp_policy=mp_policy)
+    require(_OFFLOAD, call, offload_policy=offload_policy)
+    require(PARAMETERS, call, ignored_params=ignored_params)
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(message("dp-mesh-dims"))
+    # Policies of torch before 2.15 do not have this field.
+    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
+        raise NotImplementedError(message("dtype-override"))
 
 
 def check_modules(

@@ -291,7 +291,7 @@ def set_optimizer_state_dict(
 def _agree(model: nn.Module, call: str, *, sends: bool) -> None:
     """Refuses a call that sends values, if the ranks issued different collectives before it."""
     found = [*(state.unit for _, state in states_in(model)), *units_in(model)]
-    meshes = [unit.plan.mesh for unit in found if sends and unit is not None]
+    meshes = [unit.plans[0].mesh for unit in found if sends and unit is not None]
     if meshes:
         agreement.monitored_barrier(groups_of(meshes), call)
 

@@ -161,7 +161,7 @@ def _after_forward(_: Any, root_state: RootState, output: Any) -> None:
     if any(unit.phase is Phase.SUMMONED for unit in root_state.units):
         return
     if root_state.iteration.is_recorded or any(
-        unit.plan.mesh.shard is not None for unit in root_state.units
+        unit.plans[0].mesh.shard is not None for unit in root_state.units
     ):
         _agree(root_state.units, "forward", root_state.fail_forward)
 

@@ -65,6 +65,9 @@ class LeafHooks:
         pre_backward: called when the gradient of the unit's output is computed.
         post_backward: called when the gradients of the unit's parameters are complete.
         close: called at the end of the unit's backward if the unit has no trainable parameters.
+
+    Attributes:
+        num_recorded: number of recorded forwards since the last backward, only for units without trainable parameters.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class LeafHooks:
         post_backward: UnitCallback,
         close: UnitCallback,
     ) -> None:
+        self.num_recorded = 0
         self._unit = unit
         self._post_backward = post_backward
         self._close = close
@@ -97,11 +101,12 @@ class LeafHooks:
         )
         if is_registered and not any(map(_REQUIRES_GRAD, unit.layout.local_parameters)):
             # If the unit is used more than once, it stays unsharded for the other uses until the end of backward.
-            unit.num_uses += 1
+            self.num_recorded += 1
             hooked = [tensor for tensor in tensors_in(inputs) if tensor.requires_grad]
             if hooked:
                 register_multi_grad_hook(
-                    hooked, lambda _: self._close(unit) if unit.num_uses == 1 else None
+                    hooked,
+                    lambda _: self._close(unit) if self.num_recorded == 1 else None,
                 )
         return is_registered
 

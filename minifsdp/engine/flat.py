@@ -47,7 +47,7 @@ from minifsdp.engine.flat_tensor import (
     distributed_tensor,
     memory_orders,
 )
-from minifsdp.engine.layout import Gradient, Layout, ParamInfo, Steps, replaced_error
+from minifsdp.engine.layout import Gradient, Layout, ParamInfo, replaced_error
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.placeholder import GUARD, guards_for
@@ -124,8 +124,7 @@ class FlatLayout(Layout):
         self.local_parameters = self.registered.parameters
         self.gradients = FlatGradients(self.registered)
         self._shows_kept = shows_kept
-        self._precision = precision
-        self.steps = Steps()
+        self.precision = precision
         # By dtype: the compute dtype, and the stored dtype if a module was evaluated in full precision.
         self._variants: dict[torch.dtype, UnshardedTensor] = {}
         self.use_stored_dtype(False)
@@ -137,7 +136,7 @@ class FlatLayout(Layout):
         self._recorded: Sequence[torch.Tensor] | None = None
         # Placeholders and views are in a module's ``__dict__``, because ``_parameters`` would list them as registered.
         dict_of = operator.attrgetter("_parameters") if use_orig_params else vars
-        self._attributes = [
+        self.attributes = [
             (dict_of(attribute.module), attribute, index)
             for index, info in enumerate(self.parameters)
             for attribute in info.attributes
@@ -158,7 +157,7 @@ class FlatLayout(Layout):
     def use_stored_dtype(self, stored: bool) -> None:
         """Sets whether the next forwards use the stored dtype or the compute dtype. The unit must be sharded."""
         shard = self.registered.shard
-        dtype = shard.dtype if stored else self._precision.computes_in(shard.dtype)
+        dtype = shard.dtype if stored else self.precision.computes_in(shard.dtype)
         if dtype not in self._variants:
             # If the unit is neither sharded nor cast, it computes in the memory of the shard.
             borrows = (
@@ -200,7 +199,7 @@ class FlatLayout(Layout):
     def refresh(self) -> None:
         """Adapts to a shard whose dtype has changed."""
         self.registered.refresh_from_module()
-        if self.dtype is not self._precision.computes_in(self.registered.shard.dtype):
+        if self.dtype is not self.precision.computes_in(self.registered.shard.dtype):
             self._variants.clear()
             self.use_stored_dtype(False)
 
@@ -212,7 +211,7 @@ class FlatLayout(Layout):
             # Copied on the compute stream. The communication stream must wait for that.
             comm_streams.all_gather.wait_compute()
             self._is_written = False
-        self._last_all_gather = self.steps.count, self.registered.stamp()
+        self._last_all_gather = self.num_steps, self.registered.stamp()
         output = self.unsharded
         shard = self.registered.shard.data
         group = self.mesh.shard
@@ -244,7 +243,7 @@ class FlatLayout(Layout):
     def is_stale(self) -> bool:
         """Whether the shard has changed since the last all-gather. A copy without an all-gather is always stale."""
         return self.is_copied or self._last_all_gather != (
-            self.steps.count,
+            self.num_steps,
             self.registered.stamp(),
         )
 
@@ -253,8 +252,8 @@ class FlatLayout(Layout):
     def use_unsharded_params(self, *, is_backward: bool = False) -> None:
         """Creates new views and assigns them to the modules. Does not overwrite tensors of ``functional_call``."""
         # Without this check, tensors that the user assigned since the forward would be overwritten silently.
-        assigned = self._assigned
-        for dictionary, attribute, index in self._attributes:
+        assigned = self.assigned
+        for dictionary, attribute, index in self.attributes:
             if (
                 attribute.name not in dictionary
                 or dictionary[attribute.name] is not assigned[index]
@@ -309,7 +308,7 @@ class FlatLayout(Layout):
         """Assigns the sharded tensors, unless the strategy keeps original parameters unsharded (ORIG-09)."""
         if is_kept and self._shows_kept:
             for view, original in zip(
-                self._assigned, self.registered.sharded_params, strict=True
+                self.assigned, self.registered.sharded_params, strict=True
             ):
                 # The user may register hooks on the view.
                 vars(view)["original"] = original
@@ -322,7 +321,7 @@ class FlatLayout(Layout):
         if self.unsharded.is_borrowed and not self.use_orig_params:
             self._assign(self._lasting_views())
             return
-        if self._assigned is not sharded_params:
+        if self.assigned is not sharded_params:
             self._assign(sharded_params)
 
     def _lasting_views(self) -> list[torch.Tensor]:
@@ -342,10 +341,10 @@ class FlatLayout(Layout):
         return unsharded.lasting_views
 
     def _assign(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._assigned = tensors
+        self.assigned = tensors
         if self.is_summoned:
             return
-        for dictionary, attribute, index in self._attributes:
+        for dictionary, attribute, index in self.attributes:
             dictionary[attribute.name] = tensors[index]
             if attribute.second_places:
                 attribute.update_second_places(tensors[index])
@@ -358,8 +357,7 @@ class FlatLayout(Layout):
     def _update_guards(self) -> None:
         """Adds or removes the forward guards. Sharded modules and modules without a gradient callback must not run."""
         is_unfit = (
-            self._assigned is self.registered.sharded_params
-            or self._on_gradient is None
+            self.assigned is self.registered.sharded_params or self._on_gradient is None
         )
         self._is_guarded = is_unfit and not self.is_summoned
         for hooks, hook in self._guards:
@@ -415,13 +413,13 @@ class FlatLayout(Layout):
     def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
         """Casts on the device, because a cast on the CPU would wait for the copy. PyTorch pins the copy's memory."""
         shard = self.registered.shard
-        dtype = local_shard.dtype if self._precision.keep_reduce_dtype else shard.dtype
+        dtype = local_shard.dtype if self.precision.keep_reduce_dtype else shard.dtype
         return local_shard.to(dtype).to(shard.device, non_blocking=True)
 
     def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
         """Adds a reduced gradient shard to ``.grad``."""
         dtype = self.registered.shard.dtype
-        if local_shard.dtype is not dtype and not self._precision.keep_reduce_dtype:
+        if local_shard.dtype is not dtype and not self.precision.keep_reduce_dtype:
             local_shard = local_shard.to(dtype)
         self.gradients.add_reduced(local_shard)
 
@@ -466,7 +464,7 @@ class FlatLayout(Layout):
         """Registers views of ``flat`` as parameters, in the modules' original order, for ``summon_full_params``."""
         self.is_summoned = True
         full_params = self.registered.use_full_params(self.views_of(flat))
-        for dictionary, attribute, index in self._attributes:
+        for dictionary, attribute, index in self.attributes:
             dictionary.pop(attribute.name)
             attribute.module._parameters[attribute.name] = full_params[index]
             attribute.update_second_places(full_params[index])
@@ -480,9 +478,9 @@ class FlatLayout(Layout):
         self.is_summoned = False
         found = [
             (info, info.module._parameters.pop(info.name, None), index)
-            for _, info, index in self._attributes
+            for _, info, index in self.attributes
         ]
-        self._assign(self._assigned)
+        self._assign(self.assigned)
         self.registered.use_sharded_params()
         return [
             info

@@ -124,27 +124,10 @@ class IterationState:
         unit.wait()
         unit.layout.use_unsharded_params()
         # Prefetch only now, because the all-gather buffer of this unit has been freed.
-        if torch.is_grad_enabled():
-            self.schedule.enter(unit)
-            if (
-                self.schedule.forward_prefetch
-                and (next_one := self.schedule.next_forward(unit)) is not None
-            ):
-                next_one.unshard()
         for ahead in unit.policy.prefetch_in_forward or ():
             ahead.unshard()
         if events.recorder is not None:
             events.recorder.begin("F", unit.name)
-
-    def post_forward(self, unit: Unit, inputs: Any, output: Any) -> Any:
-        """Called directly after the unit's module has run. Returns the output to pass to the caller."""
-        if unit.phase is Phase.SUMMONED:
-            if torch.is_grad_enabled():
-                register_pre_backward_hook(output, partial(_check_still_summoned, unit))
-        elif unit.phase is not Phase.PRE_BACKWARD:
-            output, is_recorded = self.watch_output(unit, inputs, output)
-            self.leave_forward(unit, is_recorded=is_recorded)
-        return output
 
     def watch_output(self, unit: Unit, inputs: Any, output: Any) -> tuple[Any, bool]:
         """1. Registers the pre-backward hook on the output of a module.
@@ -163,12 +146,10 @@ class IterationState:
         if events.recorder is not None:
             events.recorder.end("F", unit.name)
         unit.phase = Phase.IDLE
-        unit.ran_in = self.num_forwards
+        unit.uses.ran_in = self.num_forwards
         if is_recorded:
-            unit.awaits_backward = True
-            if unit.counted_in != self.num_forwards:
-                unit.counted_in = self.num_forwards
-                unit.num_pending = unit.num_pending + 1
+            unit.uses.awaits_backward = True
+            unit.uses.recorded.add(self.num_forwards)
             self.schedule.leave(unit)
             if graph_task() != NOT_IN_BACKWARD:
                 # 5. The backward of the recomputed part runs next.
@@ -205,12 +186,12 @@ class IterationState:
         for extend in self.points.unit_backward:
             extend(unit)
         unit.phase = Phase.PRE_BACKWARD
-        unit.graph_task = graph_task()
+        unit.uses.graph_task = graph_task()
         if events.recorder is not None:
             events.recorder.begin("B", unit.name)
         if self._deferred is not None:
             self._run_deferred_reshard(self._deferred, unit)
-        unit.awaits_backward = False
+        unit.uses.awaits_backward = False
         # 6. Autograd turns on grad mode only with `create_graph=True`.
         unit.is_held |= torch.is_grad_enabled()
         if unit.policy.unshards_in_backward and unit.state is State.SHARDED:
@@ -227,7 +208,7 @@ class IterationState:
         if not self.in_backward:
             self.begin_backward()
         gradient = unit.layout.take_gradient(with_unreduced=unit.policy.reduces)
-        nested = graph_task() != unit.graph_task
+        nested = graph_task() != unit.uses.graph_task
         unit.phase = Phase.POST_BACKWARD
         if events.recorder is not None:
             events.recorder.end("B", unit.name)
@@ -262,7 +243,7 @@ class IterationState:
         next_one = self.schedule.next_backward(unit)
         if (
             next_one is not None
-            and next_one.awaits_backward
+            and next_one.uses.awaits_backward
             and next_one.policy.unshards_in_backward
         ):
             next_one.unshard()
@@ -279,7 +260,7 @@ class IterationState:
     def _close(self, unit: Unit) -> None:
         """Ends this backward for the unit."""
         unit.phase = Phase.IDLE
-        unit.awaits_backward = False
+        unit.uses.awaits_backward = False
         if unit.policy.reshard_after_backward and not unit.is_held:
             unit.reshard()
         else:
@@ -319,8 +300,9 @@ class IterationState:
         self.reducer.finish_on_cpu()
         self.is_open = True
         for unit in self.units:
-            unit.num_pending = max(0, unit.num_pending - 1)
-            unit.awaits_backward = unit.num_pending > 0
+            recorded = unit.uses.recorded
+            recorded.discard(min(recorded, default=0))
+            unit.uses.awaits_backward = bool(recorded)
 
     def reduce_overdue(self) -> None:
         """Calls the post-backward hook of the units whose hook has not run."""
@@ -333,9 +315,9 @@ class IterationState:
 
     def _forget_backward(self) -> None:
         for unit in self.units:
-            unit.awaits_backward = False
-            unit.num_uses = 0
-            unit.num_pending = 0
+            unit.uses.awaits_backward = False
+            unit.uses.recorded.clear()
+            self.backward_hooks[unit].num_recorded = 0
         self._deferred = None
         self.is_open = False
 
@@ -364,13 +346,6 @@ class IterationState:
                 unit.phase = Phase.IDLE
             unit.layout.take_gradient(with_unreduced=False)
             unit.reshard()
-            unit.limiter.clear()
-        self.schedule.abandon_iteration()
+        self.schedule.end_iteration()
         self._forget_backward()
         self.leave_backward()
-
-
-def _check_still_summoned(unit: Unit, *_: Any) -> None:
-    """Called in a backward of a forward with full parameters, which exist only inside ``summon_full_params``."""
-    if unit.phase is not Phase.SUMMONED:
-        raise RuntimeError(message("backward-while-summoned", unit=unit.name))

@@ -33,6 +33,7 @@ from minifsdp.engine.comm_streams import CommStreams, Handle
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message
+from minifsdp.engine.precision import Precision
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -163,15 +164,10 @@ def replaced_error(layout: Layout, info: ParamInfo) -> RuntimeError:
     """The error for a module attribute whose tensor is not the tensor that the layout registered."""
     path = full_name(layout.name, info.path)
     kind = type(info.module).__name__
-    if layout.shards_are_distributed:
-        return RuntimeError(message("replaced-dtensor", parameter=path, type=kind))
-    return RuntimeError(message("replaced-parameter", parameter=path, type=kind))
-
-
-class Steps:
-    """The number of optimizer steps on the parameters of one root's units."""
-
-    count = 0
+    entry = (
+        "replaced-dtensor" if layout.shards_are_distributed else "replaced-parameter"
+    )
+    return RuntimeError(message(entry, parameter=path, type=kind))
 
 
 class Layout(Protocol):
@@ -183,6 +179,7 @@ class Layout(Protocol):
     Attributes:
         name: full name of the unit's module inside the root, for messages; set by the root.
         device: the compute device.
+        precision: the dtypes for compute and reduction.
         dtype: dtype of the unsharded parameters; with several, one that represents all trained ones.
         num_bytes: size of the unsharded parameters, including padding.
         offloads: whether shard and gradient are on the CPU between computations.
@@ -191,14 +188,16 @@ class Layout(Protocol):
         local_parameters: the parameters of this unit that the optimizer updates.
         leaves: the leaves that autograd computes gradients of; one for each of `local_parameters`, or for all of them.
         reduces_unused: whether the reduction includes zeros for trainable parameters without a gradient.
+        is_borrowed: whether the unsharded parameters have no memory of their own.
         is_summoned: whether the modules have the parameters from ``summon_full_params``.
         shards_are_distributed: whether the optimizer's parameters are DTensors, which compute over all ranks.
-        steps: the number of optimizer steps, shared by all units of the root.
-        stepped_at: the number of the last optimizer step on parameters of this layout that had gradients.
+        num_steps: the number of optimizer steps on parameters of this layout.
+        stepped_at: the number of the last of these steps in which parameters had gradients.
     """
 
     name: str = ""
     device: torch.device
+    precision: Precision
     dtype: torch.dtype
     num_bytes: int
     offloads: bool
@@ -207,10 +206,11 @@ class Layout(Protocol):
     local_parameters: list[nn.Parameter]
     leaves: list[torch.Tensor]
     reduces_unused: bool = False
+    num_steps: int = 0
     stepped_at: int = 0
+    is_borrowed: bool
     is_summoned: bool = False
     shards_are_distributed: bool = False
-    steps: Steps
 
     # --- the unsharded tensor ---
 

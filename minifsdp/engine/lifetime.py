@@ -102,10 +102,6 @@ class RateLimiter:
             maxlen=num_in_flight if enabled else 0
         )
 
-    def __len__(self) -> int:
-        """Number of release events in the queue."""
-        return len(self._events)
-
     def throttle(self, unit_name: str) -> None:
         """Called before an all-gather; blocks the CPU while too many units are in flight."""
         if len(self._events) < self.num_in_flight:
@@ -122,7 +118,3 @@ class RateLimiter:
     def released(self, event: ReleaseEvent) -> None:
         """Called after a reshard, with its event."""
         self._events.append(event)
-
-    def clear(self) -> None:
-        """Drops all events, after an error."""
-        self._events.clear()

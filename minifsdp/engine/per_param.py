@@ -44,7 +44,6 @@ from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.layout import (
     Gradient,
     Layout,
-    Steps,
     replaced_error,
     users_hooks,
 )
@@ -82,6 +81,7 @@ class PerParameterLayout(Layout):
         self.params = params
         self.options = options
         self.device = options.device
+        self.precision = options.precision
         self.offloads = options.offload
         self._pins = options.pin
         self.parameters = [param.info for param in params]
@@ -94,7 +94,6 @@ class PerParameterLayout(Layout):
             (info.module._parameters, info, index) for info, index in places
         ]
         self._handles: list[Handle] = []
-        self.steps = Steps()
         self._gathered_at: object = None
         self.has_copied = False
         self.buckets = assign_to_buckets(
@@ -176,7 +175,7 @@ class PerParameterLayout(Layout):
         # A DTensor counts its own in-place changes, and the bucket counts the changes of the local tensor. List
         # operators and fused kernels increase neither version, so the optimizer steps are counted as well.
         return (
-            self.steps.count,
+            self.num_steps,
             list(map(STAMP, self.buckets)),
             list(map(VERSION, self.local_parameters)),
         )
@@ -213,17 +212,7 @@ class PerParameterLayout(Layout):
         self.register(self.sharded_params)
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Registers tensors on the modules, and makes leaves and local parameters agree about gradients and hooks."""
-        for param in self.params:
-            # The user has changed `requires_grad` since then.
-            if (
-                not param.leaf.requires_grad
-                is param.parameter.requires_grad
-                is param.is_trained
-            ):
-                param.toggle_requires_grad()
-            if param.leaf._backward_hooks is not param.parameter._backward_hooks:
-                param.share_tensor_hooks()
+        """Registers one tensor for each parameter on the modules."""
         self.registered = tensors
         for dictionary, attribute, index in self.attributes:
             dictionary[attribute.name] = tensors[index]  # type: ignore[assignment]

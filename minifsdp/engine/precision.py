@@ -25,6 +25,7 @@ Spec: MP-02 to MP-17, DEV-08, STREAM-13.
 """
 
 import copy
+import copyreg
 import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -81,19 +82,20 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return type(value)([map_tensors(function, item) for item in value])
     if type(value) is dict:
         return {key: map_tensors(function, item) for key, item in value.items()}
-    parts = _parts(value)
-    if parts is None:
+    opened = _opened(value)
+    if opened is None:
         return value
-    items, attributes = map_tensors(function, parts[:2])
+    parts, rebuild = opened
+    # Some containers store a tensor twice, for example as an item and as an attribute.
+    results = {id(tensor): function(tensor) for tensor in tensors_in(parts)}
+    mapped = map_tensors(lambda tensor: results[id(tensor)], parts)
     # The module may change the container, as a cache does. The caller only finds changes in the same object.
-    is_same = all(
-        map(operator.is_, tensors_in(parts[:2]), tensors_in((items, attributes)))
-    )
-    return value if is_same else _rebuilt(value, items, attributes, parts[2])
+    is_same = all(map(operator.is_, tensors_in(parts), tensors_in(mapped)))
+    return value if is_same else rebuild(mapped)
 
 
-def _parts(value: Any) -> tuple[dict[Any, Any], dict[str, Any], Any] | None:
-    """The items and the attributes of a container that is not a tuple, list or dict, and its pytree spec.
+def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
+    """The parts of a container that is not a tuple, list or dict, and a function that rebuilds it from such parts.
 
     Returns:
         ``None`` for an object that is not a container.
@@ -102,61 +104,20 @@ def _parts(value: Any) -> tuple[dict[Any, Any], dict[str, Any], Any] | None:
         return None
     # Opens one level.
     items, spec = tree_flatten(value, is_leaf=lambda item: item is not value)
-    attributes = getattr(value, "__dict__", {})
     if not spec.is_leaf():
-        return dict(enumerate(items)), {}, spec
-    if isinstance(value, Mapping):
-        # Some mappings store each item a second time, as an attribute.
-        return (
-            dict(value.items()),
-            {name: item for name, item in attributes.items() if name not in value},
-            spec,
-        )
-    if isinstance(value, (tuple, list, set, frozenset)):
-        return dict(enumerate(value)), dict(attributes), spec
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = (field.name for field in dataclasses.fields(value))
-        return (
-            {},
-            {name: getattr(value, name) for name in names if hasattr(value, name)},
-            spec,
-        )
-    return None
-
-
-def _rebuilt(
-    value: Any, items: dict[Any, Any], attributes: dict[str, Any], spec: Any
-) -> Any:
-    """A container of the class of ``value`` with these items and attributes."""
-    if not spec.is_leaf():
-        return spec.unflatten(items.values())
-    if isinstance(value, Mapping):
-        try:
-            made: Any = type(value)(items)  # type: ignore[call-arg]
-        except TypeError:
-            # A mapping with its own constructor, for example a model's output class. `dict.copy` returns a plain dict.
-            has_copy = type(value).copy is not dict.copy  # type: ignore[attr-defined]
-            made = value.copy() if has_copy else copy.copy(value)  # type: ignore[attr-defined]
-            for key, item in items.items():
-                made[key] = item
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        try:
-            made = type(value)(items.values())
-        except TypeError:
-            # A class with a constructor of its own.
-            made = (
-                tuple.__new__(type(value), items.values())
-                if isinstance(value, tuple)
-                else copy.copy(value)
-            )
-            if isinstance(value, list):
-                made[:] = items.values()
-    else:
-        # The constructor of a dataclass may compute fields or have other arguments.
-        made = copy.copy(value)
-    for name, item in attributes.items():
-        object.__setattr__(made, name, item)
-    return made
+        return items, spec.unflatten
+    is_container = isinstance(value, (Mapping, tuple, list, set, frozenset))
+    if isinstance(value, type) or not (is_container or dataclasses.is_dataclass(value)):
+        return None
+    # As `copy.copy` does: the arguments of a function that creates the object, its attributes, and its items.
+    create, *parts = value.__reduce_ex__(4)
+    if isinstance(value, dict):
+        # The constructor of a subclass can have any arguments.
+        attributes = getattr(value, "__dict__", None)
+        create = copyreg.__newobj__  # type: ignore[attr-defined]
+        parts = [(type(value),), attributes, None, iter(value.items())]
+    parts = [list(part) if isinstance(part, Iterator) else part for part in parts]
+    return parts, lambda mapped: copy._reconstruct(value, None, create, *mapped)  # type: ignore[attr-defined]
 
 
 def tensors_in(
@@ -178,8 +139,8 @@ def tensors_in(
     ):
         for item in value.values() if type(value) is dict else value:
             yield from tensors_in(item, others)
-    elif (parts := _parts(value)) is not None:
-        for tensor in tensors_in(parts[:2]):
+    elif (opened := _opened(value)) is not None:
+        for tensor in tensors_in(opened[0]):
             if others is not None:
                 others.append(tensor)
             yield tensor

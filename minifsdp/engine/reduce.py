@@ -77,6 +77,7 @@ class ReducePlan:
         all_reduces: whether to all-reduce over replicas in this backward. If ``False``, adds to `partial` instead.
         overlaps: whether the reduction runs while the next unit's backward computes.
         partial: sum of earlier backwards that was not all-reduced yet, with the numbers of its parameters.
+        computed_in: the dtype of the unsharded parameters when `dtype` was chosen.
         after: a function of the user, which gets the reduced shard before the layout accepts it.
     """
 
@@ -89,6 +90,7 @@ class ReducePlan:
     partial: tuple[list[int], torch.Tensor] | None = None
     after: Callable[[torch.Tensor], None] | None = None
     numbers: frozenset[int] | None = None
+    computed_in: torch.dtype | None = None
 
     @classmethod
     def mean(
@@ -99,9 +101,8 @@ class ReducePlan:
 
     def use(self, dtype: torch.dtype) -> None:
         """Changes the reduce dtype to ``dtype``."""
-        if dtype is not self.dtype:
-            self.dtype = dtype
-            self.scaling = Scaling.of(self.scaling.before * self.scaling.after, dtype)
+        self.dtype = dtype
+        self.scaling = Scaling.of(self.scaling.before * self.scaling.after, dtype)
 
 
 @dataclass(slots=True)

@@ -41,7 +41,6 @@ from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.events import events
 from minifsdp.engine.extension_points import Case
 from minifsdp.engine.hooks import IterationState
-from minifsdp.engine.layout import Steps
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.messages import message
 from minifsdp.engine.reduce import Reducer
@@ -56,7 +55,8 @@ def _earlier_streams(
         (
             found
             for _, unit in units
-            if (found := unit.comm_streams) and found.device == device
+            if unit.root is not None
+            and (found := unit.root.comm_streams).device == device
         ),
         None,
     )
@@ -71,7 +71,6 @@ class RootState:
         device: the compute device.
         cases: the cases that add code at the extension points.
         backward_prefetch: when backward prefetches the next unit; ``None`` disables prefetching.
-        forward_prefetch: whether forward prefetches the next unit.
         limit_all_gathers: whether the rate limiter is enabled.
         comm_streams: streams that are shared with other roots; ``None`` for those of an earlier root of the units, or
             new ones. The cache of an allocator belongs to a stream, so new streams would need new memory.
@@ -89,7 +88,6 @@ class RootState:
         *,
         cases: Iterable[Case],
         backward_prefetch: BackwardPrefetch | None,
-        forward_prefetch: bool,
         limit_all_gathers: bool,
         comm_streams: CommStreams | None = None,
     ) -> None:
@@ -108,20 +106,13 @@ class RootState:
         for name, unit in units:
             unit.name = unit.layout.name = name
         by_module = {unit.module: unit for unit in self.units}
-        # Keep the steps that were counted before the units had a common root.
-        steps = max(
-            (unit.layout.steps for unit in self.units),
-            key=lambda steps: steps.count,
-            default=Steps(),
-        )
         reducer = Reducer(
             self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units)
         )
-        schedule = Schedule(backward_prefetch, forward_prefetch)
+        schedule = Schedule(backward_prefetch)
         self.iteration = IterationState(self.units, reducer, schedule)
         for unit in self.units:
-            unit.join(self.comm_streams, self.limiter, self.iteration.points)
-            unit.layout.steps = steps
+            unit.root = self
             inside = (by_module.get(module) for module in unit.module.modules())
             unit.inner = frozenset(
                 other for other in inside if other is not None and other is not unit
@@ -137,7 +128,7 @@ class RootState:
             keeps_unsharded: whether idle units keep their state, for example if they were unsharded manually.
         """
         # A unit that the next root does not contain still needs its hook, if its backward follows.
-        idle = [unit for unit in self.units if not unit.awaits_backward]
+        idle = [unit for unit in self.units if not unit.uses.awaits_backward]
         is_idle = all(unit.phase is Phase.IDLE for unit in self.units) and len(
             idle
         ) == len(self.units)
@@ -146,19 +137,6 @@ class RootState:
         for unit in idle:
             unit.layout.on_gradient(None)
         self.is_dissolved = True
-
-    def use_comm_streams(self, comm_streams: CommStreams) -> None:
-        """Makes the units use these streams from now on."""
-        for comm_stream in (
-            self.comm_streams.all_gather,
-            self.comm_streams.reduce,
-            self.comm_streams.all_reduce,
-        ):
-            comm_stream.join()
-        self.comm_streams = comm_streams
-        self.iteration.reducer.comm_streams = comm_streams
-        for unit in self.units:
-            unit.comm_streams = comm_streams
 
     def begin_forward(self, caller: Unit | None = None) -> bool:
         """Called when a forward of any unit begins.
@@ -175,12 +153,8 @@ class RootState:
         if self.iteration.in_forward or graph_task() != NOT_IN_BACKWARD:
             # A forward inside another forward, or a recomputation during backward, does not begin an iteration.
             return False
+        self._prepare(caller)
         self._thread = get_ident()
-        try:
-            self._prepare(caller)
-        except BaseException:
-            self._thread = 0
-            raise
         self.iteration.in_forward = True
         self._caller = caller
         self.iteration.num_forwards += 1
@@ -207,7 +181,7 @@ class RootState:
             extend()
         # 4. Parameters may have another dtype now, and a shard may have changed since its all-gather.
         for unit in self.units:
-            if unit.layout.dtype is not unit.planned_for:
+            if unit.layout.dtype is not unit.plans[0].computed_in:
                 unit.plan_reductions()
             is_idle = unit.state is State.SHARDED or unit.phase is Phase.SUMMONED
             if not is_idle and unit.layout.is_stale():
@@ -236,13 +210,13 @@ class RootState:
         self.comm_streams.all_gather.join()
         units = self.units if self._caller is None else (self._caller,)
         if self.iteration.is_recorded and any(
-            unit.counted_in == self.iteration.num_forwards for unit in units
+            self.iteration.num_forwards in unit.uses.recorded for unit in units
         ):
             return output
         # 5. Memory is kept for later forwards, or for the backward of an earlier forward.
         for unit in self.units:
             if (
-                unit.ran_in == self.iteration.num_forwards
+                unit.uses.ran_in == self.iteration.num_forwards
                 and unit.state is not State.SHARDED
             ):
                 unit.layout.use_sharded_params()

@@ -40,7 +40,6 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from minifsdp.engine.layout import ParamInfo, share_hooks
 from minifsdp.engine.mesh import MeshGroups
-from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.shards import local_tensor, padded_shard_numel, shard_of
 
@@ -184,15 +183,6 @@ class ShardedParam:
         vars(self.parameter).update(self._user_attributes)
         share_hooks(original, self.parameter)
 
-    def fits(self, other: torch.Tensor) -> bool:
-        """Whether ``other`` is a DTensor of the same shape, mesh and placements."""
-        if not isinstance(other, DTensor) or other.shape != self._spec.shape:
-            return False
-        return (
-            other._spec.mesh == self._spec.mesh
-            and other._spec.placements == self._spec.placements
-        )
-
     # --- the unsharded parameter ---
 
     def use_leaf(self, plain_leaf: nn.Parameter, reduce_dtype: torch.dtype) -> None:
@@ -212,19 +202,6 @@ class ShardedParam:
             # The model was converted, so convert this gradient as well.
             self.unreduced = self.unreduced.to(reduce_dtype)
 
-    def toggle_requires_grad(self) -> None:
-        """Called after the user changed ``requires_grad`` of `parameter` or `leaf`. Updates the other tensor."""
-        self.is_trained = not self.is_trained
-        self.leaf.requires_grad_(self.is_trained)
-        self.parameter.requires_grad_(self.is_trained)
-
-    def share_tensor_hooks(self) -> None:
-        """Called after the user registered the first hook of `parameter` or `leaf`. Autograd calls those of `leaf`."""
-        if self.parameter._backward_hooks is None:
-            self.parameter._backward_hooks = self.leaf._backward_hooks
-        else:
-            self.leaf._backward_hooks = self.parameter._backward_hooks
-
     def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Converts the gradient of the unsharded parameter to the gradient of the tensor that is sharded here."""
         if isinstance(gradient, DTensor):
@@ -235,14 +212,6 @@ class ShardedParam:
                 )
             return local_shard_of(gradient)
         return gradient
-
-
-def check_grad_dtype(parameter: torch.Tensor, path: str) -> None:
-    """Raises an error if the user has chosen another dtype for the gradient than that of the parameter."""
-    if parameter.grad_dtype is not parameter.dtype:
-        raise NotImplementedError(
-            message("grad-dtype", path=path, dtype=parameter.grad_dtype)
-        )
 
 
 def _around(local: torch.Tensor, spec: dtensor_spec.DTensorSpec) -> DTensor:

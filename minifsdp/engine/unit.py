@@ -34,21 +34,21 @@ Spec: SHARD-04, SHARD-08, SHARD-13, PREF-02 to PREF-06, LIM-02.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import Any, Generic
+from typing import TYPE_CHECKING, Any, Generic
 
 from torch import nn
 from typing_extensions import TypeVar
 
-from minifsdp.engine.comm_streams import CommStreams, Handle
+from minifsdp.engine.comm_streams import Handle
 from minifsdp.engine.events import events
-from minifsdp.engine.extension_points import ExtensionPoints
 from minifsdp.engine.layout import Layout, full_name
-from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.messages import message
-from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
+
+if TYPE_CHECKING:
+    from minifsdp.engine.root import RootState
 
 
 class State(Enum):
@@ -91,6 +91,23 @@ class UnitPolicy:
     reduces: bool = True
 
 
+@dataclass(slots=True)
+class Uses:
+    """The forwards of a unit, and their backward, in one iteration.
+
+    Attributes:
+        awaits_backward: whether autograd has recorded a forward whose backward has not begun.
+        recorded: the numbers of the outermost forwards in which the unit was recorded and whose backward has not ended.
+        ran_in: the number of the latest outermost forward in which the unit ran; 0 before the first one.
+        graph_task: ID of the backward in which the gradient of the unit's output was computed.
+    """
+
+    awaits_backward: bool = False
+    recorded: set[int] = field(default_factory=set)
+    ran_in: int = 0
+    graph_task: int = -1
+
+
 # Generic over the layout, so that code can use ``Unit[FlatLayout]`` and the extra methods of that layout.
 LayoutT = TypeVar("LayoutT", bound=Layout, covariant=True, default=Layout)
 
@@ -102,21 +119,16 @@ class Unit(Generic[LayoutT]):
         module: the module whose forward uses the parameters.
         layout: how the unit's parameters are stored.
         plans: how the unit's gradients are reduced; one plan for each mesh over which parameters are sharded.
-        precision: the unit's dtypes.
         policy: the initial policy.
 
     Attributes:
-        plan, plans: the first plan, and all plans. Nearly always there is one.
+        plans: also an attribute. Nearly always there is one.
         name: full name of the module inside the root; set by the root.
         policy: when the unit is all-gathered, resharded and reduced.
-        awaits_backward: whether autograd has recorded a forward whose backward has not begun.
+        uses: its forwards and its backward in this iteration.
         inner: the units inside this unit's module.
-        graph_task: ID of the backward in which the gradient of the unit's output was computed.
-        num_pending: number of outermost forwards in which the unit was recorded and whose backward has not ended.
-        counted_in: the number of the latest of these. It counts once, even if the unit runs several times in it.
-        ran_in: the number of the latest outermost forward in which the unit ran; -1 before the first one.
-        planned_for: the dtype of the unsharded parameters when the reductions were planned.
-        num_uses: number of recorded forwards since the last backward, only for units without trainable parameters.
+        root: the root state, which has the communication streams, the rate limiter and the cases; ``None`` until a
+            forward of the unit, or of a module around it, begins. Until then, the unit stays sharded.
         is_held: whether a case, or a graph of gradients, needs the unsharded parameters. The unit then stays unsharded
             until the end of the backward that computes its gradients.
     """
@@ -126,31 +138,19 @@ class Unit(Generic[LayoutT]):
         module: nn.Module,
         layout: LayoutT,
         plans: Sequence[ReducePlan],
-        precision: Precision,
         policy: UnitPolicy,
     ) -> None:
         self.module = module
         self.layout = layout
-        self.precision = precision
         self.plans = plans
-        self.plan = plans[0]
         self.policy = policy
         self.name = type(module).__name__
         self.state = State.SHARDED
         self.phase = Phase.IDLE
-        self.planned_for: object = None
-        self.awaits_backward = self.is_held = False
+        self.is_held = False
+        self.uses = Uses()
         self.inner: frozenset[Unit] = frozenset()
-        # Its forwards and its backward in this iteration.
-        self.graph_task = -1
-        self.num_uses = 0
-        self.num_pending = 0
-        self.counted_in = -1
-        self.ran_in = -1
-        # Those of the root, see `join`. ``None``, a limiter that never waits, and no cases until the unit has a root.
-        self.comm_streams: CommStreams | None = None
-        self.limiter = RateLimiter(enabled=False)
-        self.points = ExtensionPoints()
+        self.root: RootState | None = None
         self._handle: Handle | None = None
 
     def update_policy(self, **changes: Any) -> None:
@@ -159,17 +159,9 @@ class Unit(Generic[LayoutT]):
 
     def plan_reductions(self) -> None:
         """Sets the dtype for gradient reduction. Called again if the model was converted."""
-        self.planned_for = self.layout.dtype
         for plan in self.plans:
-            plan.use(self.precision.reduces_in(self.planned_for))
-
-    def join(
-        self, comm_streams: CommStreams, limiter: RateLimiter, points: ExtensionPoints
-    ) -> None:
-        """Adds the unit to a root, whose communication streams, rate limiter and extension points it then uses."""
-        self.comm_streams = comm_streams
-        self.limiter = limiter
-        self.points = points
+            plan.computed_in = self.layout.dtype
+            plan.use(self.layout.precision.reduces_in(self.layout.dtype))
 
     def unshard(self) -> None:
         """SHARDED -> GATHERING: issues the all-gather. Does nothing in other states and in the phase SUMMONED."""
@@ -177,13 +169,13 @@ class Unit(Generic[LayoutT]):
         if (
             self.state is not State.SHARDED
             or self.phase is Phase.SUMMONED
-            or self.comm_streams is None
+            or self.root is None
         ):
             return
-        self.limiter.throttle(self.name)
+        self.root.limiter.throttle(self.name)
         if events.recorder is not None:
             events.recorder.all_gather_begins(self)
-        self._handle = self.layout.all_gather(self.comm_streams)
+        self._handle = self.layout.all_gather(self.root.comm_streams)
         self.state = State.GATHERING
 
     def wait(self) -> None:
@@ -206,9 +198,12 @@ class Unit(Generic[LayoutT]):
 
     def reshard(self) -> None:
         """Any state -> SHARDED: frees the unsharded parameters. Waits first for an all-gather in flight."""
+        root = self.root
+        if root is None:
+            return
         if self.state is State.GATHERING:
             self.wait()
-        for extend in self.points.unit_reshards:
+        for extend in root.iteration.points.unit_reshards:
             extend(self)
         if self.state is State.SHARDED:
             return
@@ -219,7 +214,7 @@ class Unit(Generic[LayoutT]):
         if event is not None:
             if events.recorder is not None:
                 events.recorder.freed(self)
-            self.limiter.released(event)
+            root.limiter.released(event)
 
 
 def modules_of_unit(

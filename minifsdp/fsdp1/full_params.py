@@ -41,7 +41,12 @@ from torch.autograd.graph import get_gradient_edge
 
 from minifsdp.checks import ownership
 from minifsdp.engine import collectives
-from minifsdp.engine.backward_hooks import NOT_IN_BACKWARD, graph_task
+from minifsdp.engine.backward_hooks import (
+    NOT_IN_BACKWARD,
+    graph_task,
+    register_pre_backward_hook,
+)
+from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import replaced_error
 from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.messages import message, warn
@@ -201,6 +206,25 @@ def _refuse_backward(unit_name: str, gradients: Sequence[torch.Tensor | None]) -
     # ``cases/requested_parameters.py``.
     if any(gradient is not None for gradient in gradients):
         raise RuntimeError(message("backward-while-summoned", unit=unit_name))
+
+
+def leave_forward(
+    unit: FlatUnit, iteration: IterationState, inputs: Any, output: Any
+) -> Any:
+    """Called directly after the module of ``unit`` has run. Returns the output to pass to the caller."""
+    if unit.phase is Phase.SUMMONED:
+        if torch.is_grad_enabled():
+            register_pre_backward_hook(output, partial(_check_still_summoned, unit))
+    elif unit.phase is not Phase.PRE_BACKWARD:
+        output, is_recorded = iteration.watch_output(unit, inputs, output)
+        iteration.leave_forward(unit, is_recorded=is_recorded)
+    return output
+
+
+def _check_still_summoned(unit: FlatUnit, *_: Any) -> None:
+    """Called in a backward of a forward with full parameters, which exist only inside ``summon_full_params``."""
+    if unit.phase is not Phase.SUMMONED:
+        raise RuntimeError(message("backward-while-summoned", unit=unit.name))
 
 
 def copy_replaced(

@@ -202,4 +202,4 @@ class TrainingMethods(Wrapper):
             inner._comm_hook = hook
             inner._comm_hook_state = state
             if inner._unit is not None:
-                inner._unit.plan.hook = functools.partial(hook, state)
+                inner._unit.plans[0].hook = functools.partial(hook, state)

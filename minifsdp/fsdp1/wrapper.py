@@ -58,6 +58,8 @@ from minifsdp.engine.root import RootState
 from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.engine.unit import Phase, Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp1 import build, initial, wrap
+from minifsdp.fsdp1.forward_order import ForwardOrder
+from minifsdp.fsdp1.full_params import leave_forward
 from minifsdp.fsdp1.ignored import find_ignored
 from minifsdp.fsdp1.options import (
     CPUOffload,
@@ -156,6 +158,7 @@ class Wrapper(nn.Module):
         self.cpu_offload = cpu_offload or CPUOffload()
         self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
+        self._forward_order: ForwardOrder | None = None
         self.limit_all_gathers = limit_all_gathers
         self.mixed_precision = mixed_precision or MixedPrecision()
         self._use_orig_params = use_orig_params
@@ -264,7 +267,6 @@ class Wrapper(nn.Module):
             module,
             layout,
             [plan],
-            precision,
             UnitPolicy(reshard_after_forward=self._reshards),
         )
 
@@ -298,11 +300,15 @@ class Wrapper(nn.Module):
             if is_outermost_call and self._full_precision_in_eval:
                 full_precision_evaluation.choose_precision(Wrapper.fsdp_modules(self))
             args, kwargs = self._prepare_inputs(args, kwargs, is_outermost_call)
+            if unit is not None and self._forward_order is not None:
+                self._forward_order.enter(unit)
             if unit is not None:
                 root_state.iteration.pre_forward(unit)
             output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
             if unit is not None:
-                output = root_state.iteration.post_forward(unit, (args, kwargs), output)
+                output = leave_forward(
+                    unit, root_state.iteration, (args, kwargs), output
+                )
             elif is_outermost_call:
                 root_state.iteration.watch(output)
         except BaseException as error:
@@ -403,17 +409,19 @@ class Wrapper(nn.Module):
             self.compute_device,
             cases=CASES,
             backward_prefetch=self.backward_prefetch,
-            forward_prefetch=self.forward_prefetch,
             limit_all_gathers=self.limit_all_gathers,
         )
+        order = ForwardOrder(root_state) if self.forward_prefetch else None
         for _, wrapper in wrappers:
+            wrapper._forward_order = order
             wrapper._root_state = root_state
             wrapper._is_outermost = wrapper is self
             if wrapper._unit is not None:
                 # The backward of the root runs right after its forward.
                 is_kept = wrapper is self and self._mesh.shard is not None
                 wrapper._unit.update_policy(
-                    reshard_after_forward=wrapper._reshards and not is_kept
+                    reshard_after_forward=wrapper._reshards and not is_kept,
+                    prefetch_in_forward=None,
                 )
             cast_buffers(wrapper)
         return root_state

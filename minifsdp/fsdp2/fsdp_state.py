@@ -246,7 +246,6 @@ class FSDPState(TorchAttributes):
             self.device,
             cases=(*CASES, SmallerMeshes),
             backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
-            forward_prefetch=False,
             limit_all_gathers=False,
             comm_streams=self.shared_comm_streams,
         )

@@ -29,22 +29,14 @@ from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from minifsdp.cases import torch_registry
 from minifsdp.cases.of_fully_shard import BUCKETS, PLACEMENTS, POLICIES, STATES
 from minifsdp.cases.optimizer_steps import optimizer_steps
 from minifsdp.cases.second_places import find_second_places
 from minifsdp.cases.sparse_gradients import use_dense_gradients
 from minifsdp.checks import ownership, shardable
-from minifsdp.checks.arguments import (
-    FUNCTION_OR_NONE,
-    MESH,
-    PARAMETERS,
-    PRECISION_POLICY,
-    Kind,
-    require,
-)
 from minifsdp.checks.attach import attach
 from minifsdp.checks.initial_weights import compare_while_debugging
-from minifsdp.compat import composable
 from minifsdp.engine.events import events
 from minifsdp.engine.layout import ParamInfo, owned_parameters
 from minifsdp.engine.mesh import Group, MeshGroups
@@ -57,15 +49,6 @@ from minifsdp.engine.unit import Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
 from minifsdp.fsdp2.module import sharded_class
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-
-# Torch's own CPUOffloadPolicy would be treated as no offload.
-_OFFLOAD = Kind(
-    "an OffloadPolicy of minifsdp, or None",
-    lambda value: (
-        isinstance(value, OffloadPolicy | None)
-        or type(value).__name__ == "OffloadPolicy"
-    ),
-)
 
 M = TypeVar("M", bound=nn.Module | list[nn.Module])
 
@@ -110,16 +93,14 @@ def fully_shard(
             unit, or there is neither a default process group nor the environment variables of a launcher (``RANK``...).
         AssertionError: if a module is already sharded.
     """
-    require(MESH, "fully_shard", mesh=mesh)
-    require(FUNCTION_OR_NONE, "fully_shard", shard_placement_fn=shard_placement_fn)
-    require(PRECISION_POLICY, "fully_shard", mp_policy=mp_policy)
-    require(_OFFLOAD, "fully_shard", offload_policy=offload_policy)
-    require(PARAMETERS, "fully_shard", ignored_params=ignored_params)
-    if dp_mesh_dims is not None:
-        raise NotImplementedError(message("dp-mesh-dims"))
-    # Policies of torch before 2.15 do not have this field.
-    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
-        raise NotImplementedError(message("dtype-override"))
+    shardable.check_arguments(
+        mesh=mesh,
+        shard_placement_fn=shard_placement_fn,
+        mp_policy=mp_policy,
+        offload_policy=offload_policy,
+        ignored_params=ignored_params,
+        dp_mesh_dims=dp_mesh_dims,
+    )
     modules: list[nn.Module] = (
         list(module) if isinstance(module, list | tuple) else [module]
     )
@@ -157,7 +138,7 @@ def fully_shard(
         one.__class__ = sharded_class(type(one))  # type: ignore[arg-type]
     for extend in events.states:
         extend(state)
-    composable.register(state, modules)
+    torch_registry.register(state, modules)
     return module
 
 
@@ -257,7 +238,6 @@ def _make_unit(
         module,
         layout,
         plans,
-        options.precision,
         UnitPolicy(reshard_after_forward=reshard is not False),
     )
     for case in POLICIES:

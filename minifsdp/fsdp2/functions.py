@@ -18,6 +18,7 @@ from torch import nn
 from minifsdp.checks.arguments import METHOD_NAME, MODULE, MODULES, require
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.messages import message
+from minifsdp.engine.root import RootState
 from minifsdp.fsdp2.fsdp_state import state_of
 from minifsdp.fsdp2.module import listed
 
@@ -76,4 +77,13 @@ def share_comm_ctx(modules: list[Any]) -> None:
         for state in states:
             state.shared_comm_streams = comm_streams
             if state.root_state is not None:
-                state.root_state.use_comm_streams(comm_streams)
+                _use_comm_streams(state.root_state, comm_streams)
+
+
+def _use_comm_streams(root_state: RootState, comm_streams: CommStreams) -> None:
+    """Makes the units of the root use these streams from now on."""
+    before = root_state.comm_streams
+    for comm_stream in (before.all_gather, before.reduce, before.all_reduce):
+        comm_stream.join()
+    root_state.comm_streams = comm_streams
+    root_state.iteration.reducer.comm_streams = comm_streams

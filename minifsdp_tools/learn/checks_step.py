@@ -8,11 +8,13 @@ calls. Worked example, a prefetch: ``unshard(); unshard(); wait()`` must be ``th
 Spec: LEARN-03.
 """
 
+from types import SimpleNamespace
 from typing import Any, cast
 
 from torch import nn
 
 from minifsdp.engine.backward_hooks import graph_task
+from minifsdp.engine.extension_points import ExtensionPoints
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
 from minifsdp.engine.unit import Phase, State, Unit, UnitPolicy
@@ -46,6 +48,12 @@ class Recorder:
 # --- 2: all-gather and reshard ---
 
 
+def _root(limiter: Any) -> Any:
+    """A root state with this limiter, without cases."""
+    iteration = SimpleNamespace(points=ExtensionPoints())
+    return SimpleNamespace(comm_streams=None, limiter=limiter, iteration=iteration)
+
+
 def _unit(*methods: str) -> tuple[Any, list[str]]:
     """A unit with a recorder as layout, as handle of the all-gather and as limiter, after calls of these methods."""
     calls: list[str] = []
@@ -53,12 +61,12 @@ def _unit(*methods: str) -> tuple[Any, list[str]]:
     nothing = cast(Any, None)
     results = {"all_gather": Recorder(calls), "free": given}
     layout: Any = Recorder(calls, results, offloads=False, num_bytes=0, group=None)
-    unit: Any = Unit(nn.Identity(), layout, [nothing], nothing, UnitPolicy(True))
+    unit: Any = Unit(nn.Identity(), layout, [nothing], UnitPolicy(True))
     limiter: Any = Recorder(calls)
     limiter.released = lambda event: calls.append(
         "released" if event is given else "released without the event"
     )
-    unit.join(object(), limiter)
+    unit.root = _root(limiter)
     for method in methods:
         getattr(unit, method)()
     return unit, calls
@@ -215,8 +223,8 @@ def hook_notes() -> None:
     state.pre_backward(unit)
     expect("begin_backward" not in calls, "begins-twice")
     expect(unit.phase is Phase.PRE_BACKWARD, "phase", phase=unit.phase)
-    expect(unit.awaits_backward is False, "awaits-backward")
-    expect(unit.graph_task == graph_task(), "graph-task", got=unit.graph_task)
+    expect(unit.uses.awaits_backward is False, "awaits-backward")
+    expect(unit.uses.graph_task == graph_task(), "graph-task", got=unit.uses.graph_task)
 
 
 def hook_once() -> None:

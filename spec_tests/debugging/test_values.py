@@ -165,7 +165,7 @@ def test_training_continues_after_fault(api: Api, in_backward: bool) -> None:
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, untouched)]
     with minifsdp.debug("values"):
         places(lambda: iterate(model))
-        assert {(unit.state, unit.awaits_backward) for unit in tree_of(model).units} == {(State.SHARDED, False)}
+        assert {(unit.state, unit.uses.awaits_backward) for unit in tree_of(model).units} == {(State.SHARDED, False)}
         spoiler.is_armed = False
         optimizers[0].zero_grad()
         losses = [[iterate(model, s, optimizers[0]), iterate(untouched, s, optimizers[1])] for s in (1, 2)]

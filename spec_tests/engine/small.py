@@ -57,8 +57,8 @@ def assert_at_rest(model: FSDP) -> None:
         where = f"rank {dist.get_rank()}: unit {unit.name!r}"
         assert unit.phase is Phase.IDLE, f"{where} is in {unit.phase}"
         assert unit.state is State.SHARDED, f"{where} is {unit.state}"
-        assert not unit.awaits_backward, f"{where} awaits a backward"
-        assert not is_open(unit) or unit.plan.mesh.shard is None, f"{where} still has its memory"
+        assert not unit.uses.awaits_backward, f"{where} awaits a backward"
+        assert not is_open(unit) or unit.plans[0].mesh.shard is None, f"{where} still has its memory"
 
 
 def full_gradients(model: FSDP) -> dict[str, Tensor | None]:

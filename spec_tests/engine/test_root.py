@@ -59,7 +59,7 @@ def test_unit_with_the_first_outer_forward_is_the_root() -> None:
     tree = model._root_state
     assert all(wrapper._root_state is tree for wrapper in FSDP.fsdp_modules(model))
     assert tree.outermost is root
-    assert all(unit.comm_streams is tree.comm_streams and unit.limiter is tree.limiter for unit in units_of(model))
+    assert all(unit.root is tree for unit in units_of(model))
     assert root.inner == {first, second}
     assert first.inner == second.inner == frozenset()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ from torch import nn
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.extension_points import ExtensionPoints
 from minifsdp.engine.mesh import Group, MeshGroups
-from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import State, Unit, UnitPolicy
 from spec_tests.subject import trace
@@ -58,9 +58,12 @@ def make(log: Log, mesh: MeshGroups | None = None) -> Unit:
     layout: Any = log
     plan = ReducePlan.mean(mesh or MeshGroups(None, None), torch.float32)
     log.group = plan.mesh.shard
-    unit = Unit(nn.Linear(2, 2), layout, [plan], Precision(), UnitPolicy(reshard_after_forward=True))
+    unit = Unit(nn.Linear(2, 2), layout, [plan], UnitPolicy(reshard_after_forward=True))
     limiter: Any = log
-    unit.join(CommStreams(CPU), limiter, ExtensionPoints())
+    root: Any = SimpleNamespace(
+        comm_streams=CommStreams(CPU), limiter=limiter, iteration=SimpleNamespace(points=ExtensionPoints())
+    )
+    unit.root = root
     unit.name = "block"
     return unit
 

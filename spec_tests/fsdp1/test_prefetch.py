@@ -221,7 +221,7 @@ def test_all_gathers_of_all_units_share_one_stream() -> None:
     plain = seeded()
     model = wrapped(plain)
     iterate(model)
-    comm_streams = {unit._unit.comm_streams for unit in FullyShardedDataParallel.fsdp_modules(model)}
+    comm_streams = {unit._unit.root.comm_streams for unit in FullyShardedDataParallel.fsdp_modules(model)}
     assert len(comm_streams) == 1
     (comm_streams_of_tree,) = comm_streams
     streams = [comm_streams_of_tree.all_gather.stream, comm_streams_of_tree.reduce.stream]

@@ -404,7 +404,7 @@ def test_streams_can_be_shared_at_any_time(moment: str) -> None:
     for mine, other in zip(stages, usual, strict=True):
         assert_same(full_gradients(mine), full_gradients(other))
     states = [state_of(stage).root_state for stage in stages]
-    used = {id(unit.comm_streams) for state in states for unit in state.units}
+    used = {id(unit.root.comm_streams) for state in states for unit in state.units}
     assert used == {id(states[0].comm_streams)} == {id(states[1].comm_streams)}
 
 

@@ -133,7 +133,7 @@ def _careless(d: Description, model: Piece, group: Group) -> nn.Module:
         unit = getattr(module, "_unit", None)
         inside = getattr(module, "_fsdp_wrapped_module", None)
         if unit is not None and isinstance(inside, Piece) and (inside.node.kind, inside.node.times) == ("embedding", 2):
-            unit.plan.scaling = dataclasses.replace(unit.plan.scaling, after=2 * unit.plan.scaling.after)
+            unit.plans[0].scaling = dataclasses.replace(unit.plans[0].scaling, after=2 * unit.plans[0].scaling.after)
     return wrapped
 
 

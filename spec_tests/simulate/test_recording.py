@@ -78,7 +78,7 @@ def test_wait_that_the_engine_adds_makes_the_step_longer() -> None:
 
     def waits_for_everything(state: IterationState, unit: Any) -> None:
         pre_backward(state, unit)
-        streams: CommStreams = unit.comm_streams
+        streams: CommStreams = unit.root.comm_streams
         # Makes the compute stream wait for the prefetched all-gather and for the reduction, too early.
         streams.all_gather.join()
         streams.reduce.join()

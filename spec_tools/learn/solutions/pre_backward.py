@@ -11,8 +11,8 @@ def pre_backward(self, unit: Unit) -> None:
     if not self.in_backward:
         self.begin_backward()
     unit.phase = Phase.PRE_BACKWARD
-    unit.graph_task = graph_task()
-    unit.awaits_backward = False
+    unit.uses.graph_task = graph_task()
+    unit.uses.awaits_backward = False
     if unit.policy.unshards_in_backward:
         unit.unshard()
     if unit.state is not State.SHARDED:

@@ -6,8 +6,8 @@ from minifsdp.engine.unit import Phase, State
 def unshard(self) -> None:
     if self.state is not State.SHARDED or self.phase is Phase.SUMMONED:
         return
-    self.limiter.throttle(self.name)
-    self._handle = self.layout.all_gather(self.comm_streams)
+    self.root.limiter.throttle(self.name)
+    self._handle = self.layout.all_gather(self.root.comm_streams)
     self.state = State.GATHERING
 
 
@@ -21,12 +21,12 @@ def wait(self) -> None:
         self.state = State.UNSHARDED
 
 
-def reshard(self, *, to_smaller_mesh: bool = False) -> None:
+def reshard(self) -> None:
     if self.state is State.SHARDED:
         return
     self.wait()
     self.layout.use_sharded_params()
     event = self.layout.free()
     if event is not None:
-        self.limiter.released(event)
+        self.root.limiter.released(event)
     self.state = State.SHARDED

@@ -124,7 +124,7 @@ MUTANTS = [
         "A state dict shares buffers with the model although a backward or an edit of full parameters can follow.",
         never(
             "_unchanged_until_forward",
-            "any(($unit.phase is not Phase.IDLE or $unit.awaits_backward for $unit in $units))",
+            "any(($unit.phase is not Phase.IDLE or $unit.uses.awaits_backward for $unit in $units))",
         ),
     ),
     # --- checkpoint/state_dict_load.py ---

@@ -191,7 +191,7 @@ MUTANTS = [
         "forward-prefetch-in-the-first-iteration",
         "PREF-12",
         "Every iteration counts as the first one, so forward never prefetches.",
-        never("Schedule.end_iteration", "self._first_order"),
+        never("ForwardOrder._backward_ends", "self._is_first_iteration and self._order"),
     ),
     # --- cases/side_outputs.py ---
     Mutant(
@@ -200,8 +200,8 @@ MUTANTS = [
         "Each forward adds a hook to a tensor that a module keeps.",
         replace(
             "SideOutputs.watch_attributes",
-            "$unit.awaits_backward and $tensor not in self._watched",
-            "$unit.awaits_backward",
+            "$unit.uses.awaits_backward and $tensor not in self._watched",
+            "$unit.uses.awaits_backward",
         ),
     ),
     # --- engine/unit.py ---
@@ -217,8 +217,8 @@ MUTANTS = [
         "Without a reduce_dtype gradients are reduced in full precision instead of param_dtype.",
         replace(
             "Unit.plan_reductions",
-            "self.precision.reduces_in(self.planned_for)",
-            "self.precision.reduces_in(self.layout.local_parameters[0].dtype)",
+            "self.layout.precision.reduces_in(self.layout.dtype)",
+            "self.layout.precision.reduces_in(self.layout.local_parameters[0].dtype)",
         ),
     ),
 ]
