@@ -43,7 +43,7 @@ _OFFLOAD = Kind(
 )
 
 
-def check_arguments(
+def check_options(
     *,
     mesh: Any,
     shard_placement_fn: Any,

@@ -93,7 +93,7 @@ def fully_shard(
             unit, or there is neither a default process group nor the environment variables of a launcher (``RANK``...).
         AssertionError: if a module is already sharded.
     """
-    shardable.check_arguments(
+    shardable.check_options(
         mesh=mesh,
         shard_placement_fn=shard_placement_fn,
         mp_policy=mp_policy,

@@ -108,7 +108,7 @@ LEFT_OUT = {
     "batches.py: collectives.all_reduce(ranks, total": "an accelerator sends on the stream that reads",
     "checkpoint/tensors.py: collectives.all_gather(": "loading a sharded state dict begins with a barrier of all ranks",
     "checkpoint/codec.py: collectives.all_gather(": "the optimizer's state begins with a barrier of all ranks",
-    "engine/changes.py: collectives.all_gather(": "the hashes of fake ranks differ, which is an error",
+    "cases/written_weights.py: collectives.all_gather(": "the hashes of fake ranks differ, which is an error",
     "engine/reduce.py: comm_stream.wait_compute(": "after an exception of a hook, tested by GRAD-05",
     "fsdp1/wrapper.py: initial.synchronize(": "has nothing to do with streams",
     "watchdog/": "a thread that has nothing to do with streams",

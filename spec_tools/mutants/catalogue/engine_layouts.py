@@ -30,15 +30,15 @@ MUTANTS = [
         "NEW-05",
         "The next forward all-gathers the values of the smaller mesh from before the optimizer step.",
         remove(
-            "PerParameterLayout.gather_from_own_shards",
-            "for bucket in self.buckets:\n    ...",
+            "SmallerMesh.end",
+            "for bucket in layout.buckets:\n    ...",
         ),
     ),
     Mutant(
         "the-smaller-mesh-has-equal-shards",
         "NEW-05",
         "After a forward, every rank keeps the first shard of the smaller mesh.",
-        replace("_reshard", "shard_of($leaf, $dim, group.size, group.rank)", "shard_of($leaf, $dim, group.size, 0)"),
+        replace("SmallerMesh.begin", "shard_of($leaf, $dim, group.size, group.rank)", "shard_of($leaf, $dim, group.size, 0)"),
     ),
     Mutant(
         "the-cpu-waits-for-memory-of-gathers",
@@ -85,8 +85,8 @@ MUTANTS = [
         "A unit that is not sharded frees the only copy of its parameters.",
         replace(
             "FlatLayout.free",
-            "None if self._unsharded.is_borrowed else lifetime.release(self._unsharded.alias)",
-            "lifetime.release(self._unsharded.alias)",
+            "None if self.unsharded.is_borrowed else lifetime.release(self.unsharded.alias)",
+            "lifetime.release(self.unsharded.alias)",
         ),
     ),
     Mutant(
@@ -237,7 +237,7 @@ MUTANTS = [
         "partial-sum-in-low-precision",
         "FS2-MP-03",
         "Without synchronization gradients are accumulated in the compute dtype.",
-        replace("PerParameterLayout.keep_unreduced", "self._options.precision.reduces_in($part.dtype)", "$part.dtype"),
+        replace("PerParameterLayout.keep_unreduced", "self.options.precision.reduces_in($part.dtype)", "$part.dtype"),
     ),
     Mutant(
         "other-dims-are-packed-by-rows",
@@ -251,7 +251,7 @@ MUTANTS = [
         "changes-of-a-forward-are-lost",
         "PROG-43 PROG-44",
         "Values that a forward writes into a leaf are freed.",
-        remove("PerParameterLayout._register", "self._keep_changes()"),
+        remove("keep_changes", "_keep_parameters(layout)"),
     ),
     Mutant(
         "hooks-of-the-first-sum-alone-per-parameter",
@@ -285,7 +285,7 @@ MUTANTS = [
         "late-hooks-are-not-called",
         "PROG-40 PROG-41",
         "The leaf does not get hooks that are registered on the DTensor.",
-        remove("ShardedParam.share_tensor_hooks", "self.leaf._backward_hooks = self.parameter._backward_hooks"),
+        remove("_share_tensor_hooks", "leaf._backward_hooks = parameter._backward_hooks"),
     ),
     Mutant(
         "unreduced-gradients-keep-the-old-dtype",

@@ -168,7 +168,7 @@ MUTANTS = [
         "keeps-the-dtype-before-a-conversion",
         "GRAD-04",
         "A converted model reduces in its old dtype.",
-        never("RootState._prepare", "$unit.layout.dtype is not $unit.planned_for"),
+        never("RootState._prepare", "$unit.layout.dtype is not $unit.plans[0].computed_in"),
     ),
     Mutant(
         "a-second-thread-may-call",
@@ -209,7 +209,7 @@ MUTANTS = [
         "unlimited-gathers",
         "LIM-02",
         "An all-gather does not wait for the rate limiter.",
-        remove("Unit.unshard", "self.limiter.throttle(self.name)"),
+        remove("Unit.unshard", "self.root.limiter.throttle(self.name)"),
     ),
     Mutant(
         "reduces-in-full-precision",

@@ -34,7 +34,7 @@ MUTANTS = [
         "override-of-a-policy-is-ignored",
         "NEW-18",
         "The dtypes that a policy chooses for some parameters are ignored.",
-        remove("fully_shard", 'if getattr($policy, "param_dtype_override_fn", None) is not None:\n    ...'),
+        remove("check_options", 'if getattr($policy, "param_dtype_override_fn", None) is not None:\n    ...'),
     ),
     Mutant(
         "replicas-over-the-shard-axis",
@@ -125,8 +125,8 @@ MUTANTS = [
         "After set_reshard_after_forward(True) backward still all-gathers in the smaller group.",
         replace(
             "FSDPModule.set_reshard_after_forward",
-            "$unit.update_policy(..., post_forward_mesh=None)",
-            "$unit.update_policy(..., post_forward_mesh=$unit.policy.post_forward_mesh)",
+            "$unit.update_policy(reshard_after_forward=$chosen)",
+            "$unit.update_policy(reshard_after_forward=mesh or $chosen)",
         ),
     ),
 ]
