@@ -76,6 +76,10 @@ class Exercise:
         """The page of the documentation that explains the exercise."""
         return f"docs/learn/exercises/{self.number:02}-{self.name.replace('_', '-')}.md"
 
+    def text_of(self, entry: str) -> str:
+        """The text of a failed check, without its values."""
+        return {**common_feedback(), **self.feedback}[entry].strip()
+
 
 @cache
 def common_feedback() -> dict[str, str]:
