@@ -246,11 +246,19 @@ def spec_of_unsharded_tensor() -> None:
     mesh = init_device_mesh("cpu", (2,))
     meta = _spec_of(original, mesh).tensor_meta
     expect({"no-meta": meta is not None})
-    expect({"local-shape": meta.shape == (3, 2)}, got=tuple(meta.shape))
-    expect({"stride": tuple(meta.stride) == (2, 1)}, got=meta.stride)
     transposed = tuple(_spec_of(original.view(2, 3).T, mesh).tensor_meta.stride)
-    expect({"transposed": transposed == (1, 3)}, got=transposed)
-    expect({"spec-dtype": meta.dtype is torch.bfloat16}, got=meta.dtype)
+    expect(
+        {
+            "local-shape": meta.shape == (3, 2),
+            "stride": tuple(meta.stride) == (2, 1),
+            "transposed": transposed == (1, 3),
+            "spec-dtype": meta.dtype is torch.bfloat16,
+        },
+        shape=tuple(meta.shape),
+        stride=meta.stride,
+        transposed=transposed,
+        dtype=meta.dtype,
+    )
 
 
 def around_shard() -> None:
@@ -262,8 +270,14 @@ def around_shard() -> None:
     with CommDebugMode() as comm:
         tensor = sharded_param._around(shard, spec)
         num_collectives = comm.get_total_counts()
-    expect({"no-dtensor": isinstance(tensor, DTensor)}, got=type(tensor).__name__)
-    expect({"communicates": num_collectives == 0}, got=num_collectives)
+    expect(
+        {
+            "no-dtensor": isinstance(tensor, DTensor),
+            "communicates": num_collectives == 0,
+        },
+        type=type(tensor).__name__,
+        number=num_collectives,
+    )
     expect(
         {
             "copied": tensor._local_tensor.data_ptr() == shard.data_ptr(),

@@ -75,8 +75,13 @@ def unshard_twice() -> None:
 def wait_waits() -> None:
     """``wait`` waits for the handle once; it requires an ``unshard`` before it."""
     unit, recorder = _unit("unshard", "wait")
-    expect({"no-wait": "wait" in _calls(recorder)})
-    expect({"not-unsharded": unit.state is State.UNSHARDED}, state=unit.state)
+    expect(
+        {
+            "no-wait": "wait" in _calls(recorder),
+            "not-unsharded": unit.state is State.UNSHARDED,
+        },
+        state=unit.state,
+    )
     unit.wait()
     calls = _calls(recorder)[2:]
     expect({"waits-twice": calls == ["wait"]}, calls=calls)

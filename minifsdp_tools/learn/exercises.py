@@ -90,17 +90,14 @@ def common_feedback() -> dict[str, str]:
 @cache
 def exercises() -> tuple[Exercise, ...]:
     """All exercises in the order of the reading."""
-    found = []
-    for path in sorted(TEXTS.glob("[0-9]*.toml")):
-        text = tomllib.loads(path.read_text(encoding="utf-8"))
-        number, _, name = path.stem.partition("-")
-        checks = [Check(**check) for check in text.pop("checks")]
-        found.append(
-            Exercise(
-                number=int(number), name=name.replace("-", "_"), checks=checks, **text
-            )
-        )
-    return tuple(found)
+    return tuple(map(_exercise, sorted(TEXTS.glob("[0-9]*.toml"))))
+
+
+def _exercise(path: Path) -> Exercise:
+    text = tomllib.loads(path.read_text(encoding="utf-8"))
+    number, _, name = path.stem.partition("-")
+    checks = [Check(**check) for check in text.pop("checks")]
+    return Exercise(int(number), name.replace("-", "_"), checks=checks, **text)
 
 
 class Progress:
