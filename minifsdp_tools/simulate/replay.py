@@ -210,9 +210,13 @@ class Replay:
         self._slowed_until = max(self._slowed_until, end)
         self._communicating.append((start, end))
         self._busy[collective.kind] += end - start
-        position = len(self._clock) - 1
         self._collectives.append(
-            (collective.kind, position, start + self.delay, end + self.delay)
+            (
+                collective.kind,
+                len(self._clock) - 1,
+                start + self.delay,
+                end + self.delay,
+            )
         )
 
     def _timed(self, event: trace.Event) -> trace.Event:
