@@ -77,66 +77,64 @@ def advice_for(units: Sequence[UnitSummary]) -> Iterator[Advice]:
     for unit in units:  # 1.
         # A unit that is stored on one rank is never all-gathered.
         if unit.numel > DOMINANT * total and (len(unit.ranks) > 1 or unit.is_planned):
-            size = size_of(unit.gathered_bytes)
-            cause = detail(
-                "explain-dominant", percent=round(100 * unit.numel / total), size=size
+            yield _advice(
+                "dominant",
+                unit,
+                percent=round(100 * unit.numel / total),
+                size=size_of(unit.gathered_bytes),
+                candidates=_candidates(unit),
             )
-            remedy = detail("explain-dominant-remedy", candidates=_candidates(unit))
-            yield Advice("dominant", (unit.label,), cause, remedy)
     # 2. One warning for all small units.
     limit = min(KNEE, max(largest / 10, total / 100))
-    apart = [
+    small = [
         unit
         for unit in units
-        if not unit.is_root and len(unit.ranks) * unit.num_replicas > 1
+        if not unit.is_root
+        and len(unit.ranks) * unit.num_replicas > 1
+        and unit.numel < limit
     ]
-    if small := [unit for unit in apart if unit.numel < limit]:
-        numel = max(unit.numel for unit in small)
-        cause = detail(
-            "explain-small", num=len(small), numel=f"{numel:,}", knee=KNEE // 10**6
-        )
-        yield Advice(
+    if small:
+        yield _advice(
             "small",
-            tuple(unit.label for unit in small),
-            cause,
-            detail("explain-small-remedy"),
+            *small,
+            num=len(small),
+            numel=f"{max(unit.numel for unit in small):,}",
+            knee=KNEE // 10**6,
         )
     for unit in units:  # 3.
         for parameter in unit.parameters:
             if parameter.ties:
-                yield Advice(
+                yield _advice(
                     "tied",
-                    (unit.label,),
-                    detail(
-                        "explain-tied",
-                        name=parameter.name,
-                        ties=", ".join(parameter.ties),
-                    ),
-                    detail("explain-tied-remedy"),
+                    unit,
+                    name=parameter.name,
+                    ties=", ".join(parameter.ties),
                 )
     for unit in units:  # 4.
         frozen = [parameter for parameter in unit.parameters if not parameter.trained]
         if (unit.is_planned or not unit.per_parameter) and 0 < len(frozen) < len(
             unit.parameters
         ):
-            size = size_of(
-                sum(parameter.numel for parameter in frozen) * unit.compute.itemsize
-            )
-            names = some([parameter.name for parameter in frozen], MOST_NAMES)
-            cause = detail("explain-frozen", num=len(frozen), names=names, size=size)
-            yield Advice(
-                "frozen", (unit.label,), cause, detail("explain-frozen-remedy")
+            numel = sum(parameter.numel for parameter in frozen)
+            yield _advice(
+                "frozen",
+                unit,
+                num=len(frozen),
+                names=some([parameter.name for parameter in frozen], MOST_NAMES),
+                size=size_of(numel * unit.compute.itemsize),
             )
     for unit in units:  # 5.
         if unit.low_batch_norms:
-            yield Advice(
-                "batch-norm",
-                (unit.label,),
-                detail(
-                    "explain-batch-norm", names=some(unit.low_batch_norms, MOST_NAMES)
-                ),
-                detail("explain-batch-norm-remedy"),
+            yield _advice(
+                "batch-norm", unit, names=some(unit.low_batch_norms, MOST_NAMES)
             )
+
+
+def _advice(kind: str, *units: UnitSummary, **values: object) -> Advice:
+    """A warning of this kind, with the texts of its cause and its remedy."""
+    cause = detail(f"explain-{kind}", **values)
+    remedy = detail(f"explain-{kind}-remedy", **values)
+    return Advice(kind, tuple(unit.label for unit in units), cause, remedy)
 
 
 def _candidates(unit: UnitSummary) -> str:
@@ -185,9 +183,8 @@ def most_common(units: Sequence[UnitSummary]) -> UnitSummary:
 
 def assumptions(
     model: nn.Module, units: Sequence[UnitSummary], like: UnitSummary
-) -> list[str]:
+) -> Iterator[str]:
     """Descriptions of the differences between this model and the job."""
-    found = []
     usual = _choices(like)
     for unit in units:
         differs = [
@@ -196,36 +193,30 @@ def assumptions(
             if choice and usual[what] and choice != usual[what]
         ]
         if differs:
-            found.append(
-                detail("explain-differs", unit=unit.label, what=", ".join(differs))
-            )
+            yield detail("explain-differs", unit=unit.label, what=", ".join(differs))
     if any(unit.is_planned for unit in units):
-        found.append(detail("explain-planned", type=type_of(model)))
-    apart = [unit for unit in units if not unit.is_root]
-    if nested := [
+        yield detail("explain-planned", type=type_of(model))
+    nested = [
         unit.label
-        for unit in apart
-        if any(other.name.startswith(f"{unit.name}.") for other in units)
-    ]:
-        found.append(detail("explain-nested", names=some(nested, MOST_NAMES)))
-    if any(not unit.trained_shapes for unit in units) and any(
-        unit.trained_shapes for unit in units
-    ):
-        found.append(detail("explain-frozen-first"))
+        for unit in units
+        if not unit.is_root
+        and any(other.name.startswith(f"{unit.name}.") for other in units)
+    ]
+    if nested:
+        yield detail("explain-nested", names=some(nested, MOST_NAMES))
+    if {bool(unit.trained_shapes) for unit in units} == {True, False}:
+        yield detail("explain-frozen-first")
     mixed = [
         unit.label
         for unit in units
         if not unit.per_parameter and 0 < len(unit.trained_shapes) < len(unit.shapes)
     ]
     if mixed:
-        found.append(detail("explain-mixed", names=some(mixed, MOST_NAMES)))
+        yield detail("explain-mixed", names=some(mixed, MOST_NAMES))
     if is_sharded(model) and (left := left_out(model, units)):
         num_bytes = sum(parameter.nbytes for parameter in left.values())
-        found.append(
-            detail(
-                "explain-left-out",
-                names=some(list(left), MOST_NAMES),
-                size=size_of(num_bytes),
-            )
+        yield detail(
+            "explain-left-out",
+            names=some(list(left), MOST_NAMES),
+            size=size_of(num_bytes),
         )
-    return found

@@ -149,10 +149,10 @@ class UnitSummary:
         lines = [
             f"{self.label}, {self.type}: elements on",
             " " * width + "".join(f"{f'rank {r}':>14}" for r in ranks),
-        ]
-        for parameter in self.parameters:
-            lines.append(
+            *(
                 f"{parameter.name:{width}}"
                 + "".join(f"{parameter.owned.get(r, 0):14,}" for r in ranks)
-            )
+                for parameter in self.parameters
+            ),
+        ]
         return "\n".join(lines)

@@ -58,25 +58,32 @@ def units_of(model: nn.Module, num_shards: int | None = None) -> list[UnitSummar
         num_shards: ranks for a planned unit that is the only unit; by default all.
     """
     names: Names = {module: clean_name(name) for name, module in model.named_modules()}
-    units = []
-    for wrapper in Wrapper.fsdp_modules(model):
-        if wrapper._unit is not None:
-            is_root = wrapper is model
-            buffers = wrapper.mixed_precision.buffer_dtype
+    units = [
+        _existing(
+            wrapper._unit,
+            names[wrapper],
+            names,
+            is_root=wrapper is model,
             # The root stays unsharded until its backward, with any strategy.
-            units.append(
-                _existing(
-                    wrapper._unit, names[wrapper], names, is_root, is_root, buffers
-                )
-            )
-    for name, state in states_in(model):
-        if state.unit is not None:
-            is_root = state is state_of(model)
+            stays=wrapper is model,
+            buffers=wrapper.mixed_precision.buffer_dtype,
+        )
+        for wrapper in Wrapper.fsdp_modules(model)
+        if wrapper._unit is not None
+    ]
+    root = state_of(model)
+    units += [
+        _existing(
+            state.unit,
+            "" if state is root else name,
+            names,
+            is_root=state is root,
             # If not set, the first forward decides: the root stays unsharded.
-            stays = is_root and state.reshard_after_forward is None
-            units.append(
-                _existing(state.unit, "" if is_root else name, names, is_root, stays)
-            )
+            stays=state is root and state.reshard_after_forward is None,
+        )
+        for name, state in states_in(model)
+        if state.unit is not None
+    ]
     if not is_sharded(model):
         units += _planned(model, names, units[0] if units else None, num_shards)
     return sorted(units, key=lambda unit: not unit.is_root)
@@ -210,18 +217,14 @@ def _existing(
 def _parameters(layout: Layout, names: Names) -> Iterator[ParameterSummary]:
     if isinstance(layout, PerParameterLayout):
         for param in layout.params:
-            dtype = param.local_shard.dtype
-            trained = param.parameter.requires_grad
-            owned = _elements_by_rank(
-                param.shape, param.dim, _ranks(param.mesh_groups.shard)
-            )
+            ranks = _ranks(param.mesh_groups.shard)
             yield ParameterSummary(
                 *_places(param.info, names),
                 tuple(param.shape),
                 param.dim,
-                dtype,
-                trained,
-                owned,
+                param.local_shard.dtype,
+                param.parameter.requires_grad,
+                _elements_by_rank(param.shape, param.dim, ranks),
             )
     elif isinstance(layout, FlatLayout):
         trained_flags = [

@@ -110,7 +110,7 @@ class PerParameterLayout(Layout):
         for bucket in self.buckets:
             for param, leaf in zip(bucket.params, bucket.leaves, strict=True):
                 if param.plain_leaf is not leaf:
-                    param.use_leaf(leaf, self.options.precision.reduces_in(leaf.dtype))
+                    param.use_leaf(leaf, self.precision.reduces_in(leaf.dtype))
         self.choose_dtype()
         self.num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
         self.group = next(
@@ -258,7 +258,7 @@ class PerParameterLayout(Layout):
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
             param = self.params[number]
             if param.unreduced is None:
-                param.unreduced = part.to(self.options.precision.reduces_in(part.dtype))
+                param.unreduced = part.to(self.precision.reduces_in(part.dtype))
             else:
                 param.unreduced.add_(part)
 

@@ -1,6 +1,6 @@
 """Tools of the checks of the exercises: conditions with an explanation, and a short training on this process's rank.
 
-Worked example: ``expect(False, "too-short", got=3)`` raises `NotMetError` with the entry ``too-short``. The grader
+Worked example: ``expect({"too-short": False}, got=3)`` raises `NotMetError` with the entry ``too-short``. The grader
 looks up its text among the texts of the exercise, and inserts the value.
 
 *In torch:* no such tool.
@@ -8,19 +8,19 @@ looks up its text among the texts of the exercise, and inserts the value.
 Spec: LEARN-03.
 """
 
-import inspect
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from minifsdp import FullyShardedDataParallel, fully_shard
-from minifsdp.engine import collectives
+from minifsdp.engine.events import events
 
 CPU = torch.device("cpu")
 
@@ -39,58 +39,40 @@ class NotMetError(Exception):
         self.values = values
 
 
-def expect(condition: object, entry: str, /, **values: object) -> None:
-    """Raises `NotMetError` if the condition is false."""
-    if not condition:
-        raise NotMetError(entry, **values)
+def expect(conditions: Mapping[str, object], **values: object) -> None:
+    """Raises `NotMetError` with the first entry whose condition is false."""
+    for entry, condition in conditions.items():
+        if not condition:
+            raise NotMetError(entry, **values)
 
 
 @contextmanager
 def recorded_collectives(
-    running: dict[str, Any] | None = None, before: Callable[..., None] | None = None
-) -> Generator[list[str]]:
-    """The names of the functions of ``collectives`` that are called inside the context.
+    before: Callable[..., None] = lambda *_: None,
+) -> Generator[tuple[list[str], dict[str, Any]]]:
+    """Records the collectives that are issued inside the context.
 
     Args:
-        running: receives, by name, the handles of collectives whose ``wait`` was not called yet.
-        before: is called with the name and the arguments of each collective.
+        before: is called with the name, the group and the arguments of each collective.
+
+    Yields:
+        The names of all collectives, and by name the handles whose ``wait`` was not called yet.
     """
     calls: list[str] = []
+    running: dict[str, Any] = {}
+    issue = events.collective
 
-    def recorded(function: Any) -> Any:
-        name = function.__name__
+    def collective(
+        kind: str, group: Any, data: Any, method: Any, arguments: Any, *others: Any
+    ) -> Any:
+        name = kind.replace("-", "_")
+        before(name, group, arguments)
+        calls.append(name)
+        handle = running[name] = issue(kind, group, data, method, arguments, *others)
+        return SimpleNamespace(wait=lambda: (running.pop(name, None), handle.wait()))
 
-        def call(*given: Any, **options: Any) -> Any:
-            calls.append(name)
-            if before is not None:
-                before(
-                    name, inspect.signature(function).bind(*given, **options).arguments
-                )
-            handle = function(*given, **options)
-            if running is None:
-                return handle
-            running[name] = handle
-            return SimpleNamespace(
-                wait=lambda: (running.pop(name, None), handle.wait())
-            )
-
-        return call
-
-    replacements = {
-        function: recorded(function)
-        for function in (
-            collectives.reduce_scatter,
-            collectives.all_reduce,
-            collectives.all_gather,
-        )
-    }
-    for function, replacement in replacements.items():
-        replace_everywhere(function, replacement, "minifsdp")
-    try:
-        yield calls
-    finally:
-        for function, replacement in replacements.items():
-            replace_everywhere(replacement, function, "minifsdp")
+    with mock.patch.object(events, "collective", collective):
+        yield calls, running
 
 
 def replace_everywhere(old: Any, new: Any, prefix: str | tuple[str, ...]) -> None:
@@ -143,16 +125,14 @@ def train(
     for name, value in values_of(model).items():
         right = expected[name].detach()
         expect(
-            value.shape == right.shape,
-            "train-shape",
+            {"train-shape": value.shape == right.shape},
             name=name,
             got=tuple(value.shape),
             right=tuple(right.shape),
         )
         off = (value - right).abs().max().item() if value.numel() else 0.0
         expect(
-            off < 1e-4,
-            "train-values",
+            {"train-values": off < 1e-4},
             name=name,
             off=f"{off:.2g}",
             num_steps=num_steps,

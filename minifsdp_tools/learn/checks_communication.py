@@ -8,7 +8,7 @@ Worked example, a limiter with two units in flight: three reshards and all-gathe
 Spec: LEARN-03.
 """
 
-from dataclasses import dataclass
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,48 +27,38 @@ from minifsdp_tools.learn.checking import expect, recorded_collectives
 # --- 4: reduce-scatter and divide ---
 
 
-@dataclass(frozen=True)
-class _RecordedScaling(Scaling):
-    """Divisors that append the names of both divisions to `calls`."""
-
-    calls: list[str]
-
-    def prepare(self, whole: torch.Tensor) -> None:
-        self.calls.append("prepare")
-        super().prepare(whole)
-
-    def complete(self, local_shard: torch.Tensor) -> None:
-        self.calls.append("complete")
-        super().complete(local_shard)
-
-
 def _reduced(
     mesh: MeshGroups, gradient: torch.Tensor, dtype: torch.dtype = torch.float32
-) -> tuple[Any, list[str], list[str]]:
+) -> tuple[torch.Tensor, list[str], list[str]]:
     """The tensor that the layout gets for the gradient of this rank, the collectives, and these with the divisions."""
     results: list[torch.Tensor] = []
     dtypes: list[torch.dtype] = []
-    running: dict[str, Any] = {}
     divisors = Scaling.of(mesh.num_ranks, dtype)
 
-    def before(name: str, arguments: dict[str, Any]) -> None:
-        if name == "reduce_scatter" and isinstance(arguments["whole"], torch.Tensor):
-            output = arguments["local_shard"]
-            whole = arguments["whole"]
-            size = arguments["group"].size
+    def before(name: str, group: Group, arguments: Any) -> None:
+        if name == "reduce_scatter":
+            output, whole, _ = arguments
             expect(
-                output.dtype is whole.dtype,
-                "output-dtype",
-                got=output.dtype,
+                {
+                    "output-dtype": output.dtype is whole.dtype,
+                    "output-size": output.numel() * group.size == whole.numel(),
+                },
+                dtype=output.dtype,
                 right=whole.dtype,
-            )
-            fits = output.numel() * size == whole.numel()
-            expect(
-                fits, "output-size", got=output.numel(), whole=whole.numel(), size=size
+                got=output.numel(),
+                whole=whole.numel(),
+                size=group.size,
             )
 
+    def recorded(method: Any) -> Any:
+        def call(tensor: torch.Tensor) -> None:
+            calls.append(method.__name__)
+            method(tensor)
+
+        return call
+
     def accept_gradient(gradient: Gradient, local_shard: torch.Tensor) -> None:
-        expect(not running, "not-waited", names=[*running])
+        expect({"not-waited": not running}, names=[*running])
         results.append(local_shard)
 
     def pack(
@@ -84,18 +74,24 @@ def _reduced(
         pack=pack,
         accept_gradient=accept_gradient,
     )
+    scaling: Any = SimpleNamespace(
+        before=divisors.before,
+        after=divisors.after,
+        prepare=recorded(divisors.prepare),
+        complete=recorded(divisors.complete),
+    )
     reducer = Reducer(CommStreams(torch.device("cpu")))
-    with recorded_collectives(running, before) as calls:
-        scaling = _RecordedScaling(divisors.before, divisors.after, calls)
+    with recorded_collectives(before) as (calls, running):
         reducer.reduce(layout, ReducePlan(mesh, dtype, scaling), Gradient([gradient]))
         reducer.finish()
-    expect(len(results) == 1, "not-accepted", number=len(results))
-    expect(dtypes == [dtype], "reduce-dtype", got=dtypes, right=dtype)
-    return (
-        results[0],
-        [name for name in calls if name not in ("prepare", "complete")],
-        calls,
+    expect(
+        {"not-accepted": len(results) == 1, "reduce-dtype": dtypes == [dtype]},
+        number=len(results),
+        got=dtypes,
+        right=dtype,
     )
+    collectives = [name for name in calls if name not in ("prepare", "complete")]
+    return results[0], collectives, calls
 
 
 def _world() -> Group:
@@ -106,14 +102,22 @@ def shard_of_mean() -> None:
     """FULL_SHARD: one reduce-scatter; each rank gets its shard of the mean."""
     rank = dist.get_rank()
     ones = torch.tensor([2.0, 4.0, 6.0, 8.0])
-    got, calls, _ = _reduced(MeshGroups.sharded(_world()), ones * (1 + 2 * rank))
-    mean = (ones * 2).chunk(2)
-    here = {"got": got.tolist(), "right": mean[rank].tolist(), "rank": rank}
-    expect(got.shape == (2,), "whole", **here)
-    expect(not torch.equal(got, 2 * mean[rank]), "sum", **here)
-    expect(not torch.equal(got, (ones * (1 + 2 * rank)).chunk(2)[rank]), "own", **here)
-    expect(torch.equal(got, mean[rank]), "mean", **here)
-    expect(calls == ["reduce_scatter"], "traffic", calls=calls)
+    own = ones * (1 + 2 * rank)
+    got, calls, _ = _reduced(MeshGroups.sharded(_world()), own)
+    right = (ones * 2).chunk(2)[rank]
+    expect(
+        {
+            "whole": got.shape == (2,),
+            "sum": not torch.equal(got, 2 * right),
+            "own": not torch.equal(got, own.chunk(2)[rank]),
+            "mean": torch.equal(got, right),
+            "traffic": calls == ["reduce_scatter"],
+        },
+        got=got.tolist(),
+        right=right.tolist(),
+        rank=rank,
+        calls=calls,
+    )
 
 
 def replicas() -> None:
@@ -121,11 +125,17 @@ def replicas() -> None:
     got, calls, _ = _reduced(
         MeshGroups.replicated(_world()), torch.full((4,), 2.0 + 4 * dist.get_rank())
     )
-    expect("all_reduce" in calls, "no-all-reduce", calls=calls)
-    expect(not got.eq(8).all(), "sum-of-replicas")
-    expect(got.tolist() == [4.0] * 4, "replicas", got=got.tolist())
+    expect(
+        {
+            "no-all-reduce": "all_reduce" in calls,
+            "sum-of-replicas": not got.eq(8).all(),
+            "replicas": got.tolist() == [4.0] * 4,
+        },
+        got=got.tolist(),
+        calls=calls,
+    )
     got, calls, _ = _reduced(MeshGroups(None, None), torch.full((4,), 2.0))
-    expect(calls == [] and got.tolist() == [2.0] * 4, "one-rank", calls=calls)
+    expect({"one-rank": calls == [] and got.tolist() == [2.0] * 4}, calls=calls)
 
 
 def replicated_shards() -> None:
@@ -135,11 +145,18 @@ def replicated_shards() -> None:
         MeshGroups(_world(), _world()), ones * (1 + 2 * dist.get_rank())
     )
     right = ["prepare", "reduce_scatter", "all_reduce", "complete"]
-    expect(calls == right[1:3], "both-groups", calls=calls)
-    # The sums of the shards are [8, 16] and [24, 32]; their sum is divided by 4.
-    expect(got.tolist() == [8.0, 12.0], "all-reduces-shard", got=got.tolist())
-    # In float32, `prepare` does nothing; `half_precision` needs it.
-    expect(steps in (right, right[1:]), "order-of-steps", calls=steps)
+    expect(
+        {
+            "both-groups": calls == right[1:3],
+            # The sums of the shards are [8, 16] and [24, 32]; their sum is divided by 4.
+            "all-reduces-shard": got.tolist() == [8.0, 12.0],
+            # In float32, `prepare` does nothing; `half_precision` needs it.
+            "order-of-steps": steps in (right, right[1:]),
+        },
+        calls=calls,
+        steps=steps,
+        got=got.tolist(),
+    )
 
 
 def half_precision() -> None:
@@ -147,74 +164,73 @@ def half_precision() -> None:
     got, _, _ = _reduced(
         MeshGroups.sharded(_world()), torch.full((4,), 40000.0), torch.float16
     )
-    expect(got.isfinite().all(), "overflow", got=got.tolist())
-    expect(torch.equal(got, torch.full((2,), 40000.0).half()), "half", got=got.tolist())
+    expect(
+        {
+            "overflow": got.isfinite().all(),
+            "half": torch.equal(got, torch.full((2,), 40000.0).half()),
+        },
+        got=got.tolist(),
+    )
 
 
 # --- 5: prefetching ---
 
+# Units that only have a name.
+_Named = Enum("_Named", "a b c new")
 
-def _recorded(forwards: str) -> tuple[Any, dict[str, Any]]:
-    """A schedule after forwards of units with one-letter names, in this order, and the units."""
+
+def _recorded(forwards: str) -> Any:
+    """A schedule after forwards of units with one-letter names, in this order."""
     schedule = Schedule(BackwardPrefetch.BACKWARD_PRE)
-    units = {name: _Named(name) for name in forwards}
-    _run_forward(schedule, units, forwards)
-    return schedule, units
+    _run_forward(schedule, forwards)
+    return schedule
 
 
-def _run_forward(schedule: Any, units: dict[str, Any], forwards: str) -> None:
+def _run_forward(schedule: Any, forwards: str) -> None:
     for name in forwards:
-        schedule.leave(units[name])
+        schedule.leave(_Named[name])
 
 
-class _Named:
-    """A unit with a name only."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __repr__(self) -> str:
-        return f"unit {self.name}"
-
-
-def _nexts(schedule: Any, units: dict[str, Any], backwards: str) -> list[str | None]:
-    found = [schedule.next_backward(units[name]) for name in backwards]
-    return [None if unit is None else unit.name for unit in found]
+def _nexts(schedule: Any, backwards: str) -> list[str | None]:
+    found = [schedule.next_backward(_Named[name]) for name in backwards]
+    return [unit and unit.name for unit in found]
 
 
 def reverse_order() -> None:
     """The next unit in backward is the one that left forward before."""
-    schedule, units = _recorded("abc")
-    got = _nexts(schedule, units, "cba")
-    expect(got[0] is not None, "nothing")
-    expect(got[2] != "c", "wraps")
-    expect(got[0] != "a", "first-unit")
-    expect(got == ["b", "a", None], "reverse", got=got)
-    expect(schedule.next_backward(_Named("new")) is None, "unknown")
+    schedule = _recorded("abc")
+    got = _nexts(schedule, "cba")
+    expect(
+        {
+            "nothing": got[0] is not None,
+            "wraps": got[2] != "c",
+            "first-unit": got[0] != "a",
+            "reverse": got == ["b", "a", None],
+        },
+        got=got,
+    )
+    expect({"unknown": schedule.next_backward(_Named.new) is None})
 
 
 def several_calls() -> None:
     """A module that runs twice has two backwards, the last use first."""
-    schedule, units = _recorded("abab")
-    got = _nexts(schedule, units, "baba")
-    expect(got == ["a", "b", "a", None], "several", got=got)
-    expect(_nexts(schedule, units, "a") == [None], "used-up")
-    schedule, units = _recorded("abbc")
-    got = _nexts(schedule, units, "cbb")
-    expect("b" not in got[1:], "itself", got=got)
-    expect(got == ["b", "a", "a"], "in-a-row", got=got)
-    schedule, units = _recorded("abbb")
-    got = _nexts(schedule, units, "bbb")
-    expect(got == ["a", "a", "a"], "three-in-a-row", got=got)
+    schedule = _recorded("abab")
+    got = _nexts(schedule, "baba")
+    expect({"several": got == ["a", "b", "a", None]}, got=got)
+    expect({"used-up": _nexts(schedule, "a") == [None]})
+    got = _nexts(_recorded("abbc"), "cbb")
+    expect({"itself": "b" not in got[1:], "in-a-row": got == ["b", "a", "a"]}, got=got)
+    got = _nexts(_recorded("abbb"), "bbb")
+    expect({"three-in-a-row": got == ["a", "a", "a"]}, got=got)
 
 
 def each_iteration() -> None:
     """The order is recorded again in each iteration."""
-    schedule, units = _recorded("abc")
+    schedule = _recorded("abc")
     schedule.end_iteration()
-    _run_forward(schedule, units, "ba")
-    got = _nexts(schedule, units, "ab")
-    expect(got == ["b", None], "old-order", got=got)
+    _run_forward(schedule, "ba")
+    got = _nexts(schedule, "ab")
+    expect({"old-order": got == ["b", None]}, got=got)
 
 
 # --- 6: the rate limiter ---
@@ -227,15 +243,18 @@ def _limited(
     limiter = RateLimiter(enabled, num_in_flight)
     waited = list[int]()
     for number in range(num_released):
-        limiter.released(_event(number, waited))
-    expect(waited == [], "released-waits", got=waited)
+        _release(limiter, number, waited)
     return limiter, waited
 
 
-def _event(number: int, waited: list[int]) -> Any:
-    return SimpleNamespace(
-        query=lambda: number in waited, synchronize=lambda: waited.append(number)
+def _release(limiter: Any, number: int, waited: list[int]) -> None:
+    num_waits = len(waited)
+    limiter.released(
+        SimpleNamespace(
+            query=lambda: number in waited, synchronize=lambda: waited.append(number)
+        )
     )
+    expect({"released-waits": len(waited) == num_waits}, got=waited[num_waits:])
 
 
 def waits_for_oldest() -> None:
@@ -243,31 +262,34 @@ def waits_for_oldest() -> None:
     limiter, waited = _limited(2)
     limiter.throttle("third")
     num_left = len(limiter._events)
-    expect(waited or num_left != 1, "not-waited")
-    expect(waited or num_left, "not-stored")
-    expect(waited, "never-waits")
-    expect(waited != [1], "newest")
-    expect(waited == [0], "oldest", got=waited)
+    expect(
+        {
+            "not-waited": waited or num_left != 1,
+            "not-stored": waited or num_left,
+            "never-waits": waited,
+            "newest": waited != [1],
+            "oldest": waited == [0],
+        },
+        got=waited,
+    )
     limiter.throttle("fourth")
-    expect(waited != [0, 1], "too-soon")
-    expect(waited == [0], "not-removed")
-    limiter.released(_event(2, waited))
+    expect({"too-soon": waited != [0, 1], "not-removed": waited == [0]})
+    _release(limiter, 2, waited)
     limiter.throttle("fifth")
-    expect(waited == [0, 1], "sequence", got=waited)
+    expect({"sequence": waited == [0, 1]}, got=waited)
 
 
 def waits_only_if_necessary() -> None:
     """With fewer units in flight, or without the limiter, the CPU does not wait."""
-    for number in (0, 1):
-        limiter, waited = _limited(number)
+    for entry, number, num_in_flight, enabled in (
+        ("too-early", 0, 2, True),
+        ("too-early", 1, 2, True),
+        ("fixed-number", 2, 3, True),
+        ("disabled", 5, 2, False),
+    ):
+        limiter, waited = _limited(number, num_in_flight, enabled)
         limiter.throttle("next")
-        expect(waited == [], "too-early", number=number)
-    limiter, waited = _limited(2, num_in_flight=3)
-    limiter.throttle("next")
-    expect(waited == [], "fixed-number", got=waited)
-    limiter, waited = _limited(5, enabled=False)
-    limiter.throttle("next")
-    expect(waited == [], "disabled")
+        expect({entry: waited == []}, number=number, got=waited)
 
 
 def never_three_units() -> None:
@@ -276,8 +298,6 @@ def never_three_units() -> None:
     for number in range(10):
         limiter.throttle(str(number))
         num_in_flight = number - len(waited) + 1
-        expect(num_in_flight <= 2, "three", number=number, got=num_in_flight)
-        num_waits = len(waited)
-        limiter.released(_event(number, waited))
-        expect(len(waited) == num_waits, "released-waits", got=waited[num_waits:])
-    expect(waited == list(range(8)), "number-of-waits", got=waited)
+        expect({"three": num_in_flight <= 2}, number=number, got=num_in_flight)
+        _release(limiter, number, waited)
+    expect({"number-of-waits": waited == list(range(8))}, got=waited)

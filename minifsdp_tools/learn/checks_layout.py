@@ -8,6 +8,7 @@ Each function checks one behaviour, and raises `NotMetError` with the entry that
 Spec: LEARN-03.
 """
 
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,23 +31,26 @@ _EXAMPLES = (((3, 4), 2), ((5,), 3), ((1, 1), 4))
 
 def ranges_of_ranks() -> None:
     """The ranges of all ranks cover the padded flat tensor, in order."""
+    mine = dist.get_rank()
     for numels, num_shards in _EXAMPLES:
         sharding = flat_tensor.FlatSharding(numels, num_shards)
-        for index in range(num_shards):
+        size = sharding.shard_numel
+        ranges = [slice(i * size, (i + 1) * size) for i in range(num_shards)]
+        for index, right in enumerate(ranges):
             found = sharding.shard_range(index)
-            size = sharding.shard_numel
-            expect(isinstance(found, slice), "no-slice", got=type(found).__name__)
-            right = slice(index * size, (index + 1) * size)
-            here = {"numels": numels, "num_shards": num_shards, "rank": index}
-            mine = dist.get_rank()
-            is_mine = index != mine and found == slice(mine * size, (mine + 1) * size)
-            expect(not is_mine, "not-index", index=index, other=mine)
+            expect({"no-slice": isinstance(found, slice)}, got=type(found).__name__)
             expect(
-                (found.start, found.stop) == (right.start, right.stop),
-                "range",
+                {
+                    "not-index": index == mine or found != ranges[mine],
+                    "range": (found.start, found.stop) == (right.start, right.stop),
+                },
                 got=found,
                 right=right,
-                **here,
+                numels=numels,
+                num_shards=num_shards,
+                index=index,
+                other=mine,
+                rank=index,
             )
 
 
@@ -54,53 +58,43 @@ def shards_of_example() -> None:
     """The worked example: 3 and 4 elements on two ranks; also more ranks than elements."""
     for numels, num_shards in _EXAMPLES:
         sharding = flat_tensor.FlatSharding(numels, num_shards)
+        size = sharding.shard_numel
         values = [*torch.arange(1.0, sharding.numel + 1).split(numels)]
         padded = torch.zeros(sharding.padded_numel)
         padded[: sharding.numel] = torch.cat(values)
-        for index, right in enumerate(padded.chunk(num_shards)):
+        chunks = padded.chunk(num_shards)
+        for index, right in enumerate(chunks):
             shard = sharding.make_shard(values, index)
             expect(
-                len(values) == len(numels),
-                "changes-list",
+                {
+                    "changes-list": len(values) == len(numels),
+                    "no-tensor": isinstance(shard, torch.Tensor),
+                },
                 got=len(values),
                 right=len(numels),
+                type=type(shard).__name__,
             )
-            here = {
-                "numels": numels,
-                "num_shards": num_shards,
-                "rank": index,
-                "right": right.tolist(),
-            }
-            size = sharding.shard_numel
-            expect(
-                isinstance(shard, torch.Tensor), "no-tensor", got=type(shard).__name__
-            )
-            expect(
-                shard.shape == (size,),
-                "size",
-                got=tuple(shard.shape),
-                size=size,
-                **here,
-            )
+            others = [i for i in range(num_shards) if torch.equal(shard, chunks[i])]
             num_values = max(0, min(size, sharding.numel - index * size))
-            others = [
-                other
-                for other, chunk in enumerate(padded.chunk(num_shards))
-                if torch.equal(shard, chunk)
-            ]
             expect(
-                index in others or not others,
-                "not-index",
+                {
+                    "size": shard.shape == (size,),
+                    "not-index": index in others or not others,
+                    "values": torch.equal(
+                        shard.reshape(-1)[:num_values], right[:num_values]
+                    ),
+                    "padding": torch.equal(shard, right),
+                },
+                shape=tuple(shard.shape),
+                size=size,
+                got=shard.tolist(),
+                right=right.tolist(),
+                numels=numels,
+                num_shards=num_shards,
                 index=index,
                 other=others and others[0],
+                rank=index,
             )
-            expect(
-                torch.equal(shard[:num_values], right[:num_values]),
-                "values",
-                got=shard.tolist(),
-                **here,
-            )
-            expect(torch.equal(shard, right), "padding", got=shard.tolist(), **here)
 
 
 def shards_have_own_memory() -> None:
@@ -109,13 +103,14 @@ def shards_have_own_memory() -> None:
         values = [torch.ones(numel) for numel in numels]
         shard = flat_tensor.FlatSharding(numels, num_shards).make_shard(values, 0)
         num_bytes = shard.untyped_storage().nbytes()
-        size = shard.nbytes
-        expect(
-            num_bytes == size, "memory", got=num_bytes, size=size, num_shards=num_shards
-        )
         for value in values:
             value.fill_(7)
-        expect(shard.eq(1).all(), "shared", num_shards=num_shards)
+        expect(
+            {"memory": num_bytes == shard.nbytes, "shared": shard.eq(1).all()},
+            got=num_bytes,
+            size=shard.nbytes,
+            num_shards=num_shards,
+        )
 
 
 def shards_of_any_tensor() -> None:
@@ -125,15 +120,16 @@ def shards_of_any_tensor() -> None:
     for value in (matrix, matrix.T, matrix.bfloat16(), matrix.double() / 3):
         shard = flat_tensor.FlatSharding((6,), 2).make_shard([value], 1)
         right = value.reshape(-1)[3:]
-        expect(shard.dtype is value.dtype, "dtype", got=shard.dtype, right=value.dtype)
         expect(
-            torch.equal(shard, right),
-            "matrix",
+            {"dtype": shard.dtype is value.dtype}, got=shard.dtype, right=value.dtype
+        )
+        expect(
+            {"matrix": torch.equal(shard, right)},
             got=shard.tolist(),
             right=right.tolist(),
         )
     shard = flat_tensor.FlatSharding((6,), 2).make_shard([matrix.to("meta")], 0)
-    expect(shard.device.type == "meta", "device", got=shard.device)
+    expect({"device": shard.device.type == "meta"}, got=shard.device)
 
 
 # --- 8: an uneven last shard ---
@@ -144,24 +140,23 @@ SIZES = ((5, 4), (4, 2), (1, 2), (3, 4), (7, 3), (2, 1), (0, 2))
 def ranges_along_dim() -> None:
     """The ranges are those of ``torch.chunk``."""
     for size, num_shards in SIZES:
-        chunks = [list(chunk) for chunk in torch.arange(size).chunk(num_shards) if size]
-        right = [[int(row) for row in chunk] for chunk in chunks] + [[]] * (
-            num_shards - len(chunks)
-        )
-        found = [
-            shards.shard_range(size, num_shards, index) for index in range(num_shards)
-        ]
-        expect(all(isinstance(one, range) for one in found), "no-range", got=found[0])
-        is_within = all(one.start <= size and one.stop <= size for one in found)
-        expect(is_within, "beyond", got=found, size=size, num_shards=num_shards)
+        chunks = [chunk.tolist() for chunk in torch.arange(size).chunk(num_shards)]
+        right = (chunks + [[]] * num_shards)[:num_shards]
+        found = [shards.shard_range(size, num_shards, i) for i in range(num_shards)]
+        expect({"no-range": all(isinstance(one, range) for one in found)}, got=found[0])
         got = [[*one] for one in found]
-        here = {"size": size, "num_shards": num_shards, "got": got, "right": right}
         expect(
-            [row for one in got for row in one] == list(range(size)),
-            "not-all-rows",
-            **here,
+            {
+                "beyond": all(max(one.start, one.stop) <= size for one in found),
+                "not-all-rows": [*chain(*got)] == [*range(size)],
+                "rows": got == right,
+            },
+            size=size,
+            num_shards=num_shards,
+            found=found,
+            got=got,
+            right=right,
         )
-        expect(got == right, "rows", **here)
 
 
 def equal_messages() -> None:
@@ -174,8 +169,7 @@ def equal_messages() -> None:
     ):
         got = shards.padded_shard_numel(torch.Size(shape), dim, num_shards)
         expect(
-            got == right,
-            "sent",
+            {"sent": got == right},
             shape=shape,
             dim=dim,
             num_shards=num_shards,
@@ -192,32 +186,23 @@ def shards_are_views() -> None:
         for index in range(num_shards):
             right = chunks[index] if index < len(chunks) else tensor.narrow(dim, 0, 0)
             got = shards.shard_of(tensor, dim, num_shards, index)
-            here = {
-                "shape": shape,
-                "dim": dim,
-                "num_shards": num_shards,
-                "index": index,
-            }
+            memory = got.untyped_storage().data_ptr()
             expect(
-                got.shape == right.shape,
-                "shard-shape",
-                got=tuple(got.shape),
-                right=tuple(right.shape),
-                **here,
-            )
-            expect(
-                torch.equal(got, right),
-                "shard-values",
+                {
+                    "shard-shape": got.shape == right.shape,
+                    "shard-values": torch.equal(got, right),
+                    "copy": not got.numel()
+                    or memory == tensor.untyped_storage().data_ptr(),
+                },
+                got_shape=tuple(got.shape),
+                right_shape=tuple(right.shape),
                 got=got.tolist(),
                 right=right.tolist(),
-                **here,
+                shape=shape,
+                dim=dim,
+                num_shards=num_shards,
+                index=index,
             )
-            is_view = (
-                not got.numel()
-                or got.untyped_storage().data_ptr()
-                == tensor.untyped_storage().data_ptr()
-            )
-            expect(is_view, "copy", **here)
 
 
 # --- 10: a DTensor from a shard ---
@@ -227,7 +212,12 @@ def _spec_of(original: torch.Tensor, mesh: DeviceMesh, dim: int = 0) -> Any:
     param: Any = ShardedParam.__new__(ShardedParam)
     param.dim = dim
     param._tensor_parallel = None
-    return param._make_spec(original, mesh)
+    spec: Any = param._make_spec(original, mesh)
+    expect(
+        {"no-spec": isinstance(spec, dtensor_spec.DTensorSpec)},
+        got=type(spec).__name__,
+    )
+    return spec
 
 
 def spec_of_mesh() -> None:
@@ -235,18 +225,19 @@ def spec_of_mesh() -> None:
     original = torch.arange(6.0).view(3, 2)
     flat = init_device_mesh("cpu", (2,))
     hybrid = init_device_mesh("cpu", (1, 2))
-    spec = _spec_of(original, flat)
-    expect(
-        isinstance(spec, dtensor_spec.DTensorSpec), "no-spec", got=type(spec).__name__
-    )
     for mesh, dim, right in (
         (flat, 0, (Shard(0),)),
         (flat, 1, (Shard(1),)),
         (hybrid, 0, (Replicate(), Shard(0))),
     ):
         got = tuple(_spec_of(original, mesh, dim).placements)
-        expect(len(got) == mesh.ndim, "axes", got=got, right=right, axes=mesh.ndim)
-        expect(got == right, "placements", got=got, right=right, dim=dim)
+        expect(
+            {"axes": len(got) == mesh.ndim, "placements": got == right},
+            got=got,
+            right=right,
+            axes=mesh.ndim,
+            dim=dim,
+        )
 
 
 def spec_of_unsharded_tensor() -> None:
@@ -254,12 +245,20 @@ def spec_of_unsharded_tensor() -> None:
     original = torch.arange(6.0).view(3, 2).bfloat16()
     mesh = init_device_mesh("cpu", (2,))
     meta = _spec_of(original, mesh).tensor_meta
-    expect(meta is not None, "no-meta")
-    expect(meta.shape == (3, 2), "local-shape", got=tuple(meta.shape))
-    expect(tuple(meta.stride) == (2, 1), "stride", got=meta.stride)
-    transposed = _spec_of(original.view(2, 3).T, mesh).tensor_meta.stride
-    expect(tuple(transposed) == (1, 3), "transposed", got=tuple(transposed))
-    expect(meta.dtype is torch.bfloat16, "spec-dtype", got=meta.dtype)
+    expect({"no-meta": meta is not None})
+    transposed = tuple(_spec_of(original.view(2, 3).T, mesh).tensor_meta.stride)
+    expect(
+        {
+            "local-shape": meta.shape == (3, 2),
+            "stride": tuple(meta.stride) == (2, 1),
+            "transposed": transposed == (1, 3),
+            "spec-dtype": meta.dtype is torch.bfloat16,
+        },
+        shape=tuple(meta.shape),
+        stride=meta.stride,
+        transposed=transposed,
+        dtype=meta.dtype,
+    )
 
 
 def around_shard() -> None:
@@ -271,40 +270,52 @@ def around_shard() -> None:
     with CommDebugMode() as comm:
         tensor = sharded_param._around(shard, spec)
         num_collectives = comm.get_total_counts()
-    expect(isinstance(tensor, DTensor), "no-dtensor", got=type(tensor).__name__)
-    expect(num_collectives == 0, "communicates", got=num_collectives)
-    expect(tensor._local_tensor.data_ptr() == shard.data_ptr(), "copied")
-    expect(tensor.shape == (3, 2), "uneven-shape", got=tuple(tensor.shape), rank=rank)
-    expect(not tensor.requires_grad, "requires-grad")
+    expect(
+        {
+            "no-dtensor": isinstance(tensor, DTensor),
+            "communicates": num_collectives == 0,
+        },
+        type=type(tensor).__name__,
+        number=num_collectives,
+    )
+    expect(
+        {
+            "copied": tensor._local_tensor.data_ptr() == shard.data_ptr(),
+            "uneven-shape": tensor.shape == (3, 2),
+            "requires-grad": not tensor.requires_grad,
+        },
+        got=tuple(tensor.shape),
+        rank=rank,
+    )
     full = tensor.full_tensor()
     expect(
-        torch.equal(full, original), "full", got=full.tolist(), right=original.tolist()
+        {"full": torch.equal(full, original)},
+        got=full.tolist(),
+        right=original.tolist(),
     )
     half = sharded_param._around(shard.bfloat16(), spec)
     described = half._spec.tensor_meta and half._spec.tensor_meta.dtype
-    expect(half._local_tensor.dtype is torch.bfloat16, "cast")
+    same = (half.shape, half.stride(), half._spec.placements)
     expect(
-        half.dtype is described is torch.bfloat16,
-        "dtype-of-shard",
+        {
+            "cast": half._local_tensor.dtype is torch.bfloat16,
+            "dtype-of-shard": half.dtype is described is torch.bfloat16,
+            "only-dtype": same == ((3, 2), (2, 1), spec.placements),
+        },
         got=half.dtype,
         described=described,
-    )
-    same = (
-        half.shape == (3, 2)
-        and half.stride() == (2, 1)
-        and half._spec.placements == spec.placements
-    )
-    expect(
-        same,
-        "only-dtype",
         shape=tuple(half.shape),
         stride=half.stride(),
         placements=half._spec.placements,
     )
     columns = original[:, rank : rank + 1]
     tensor = sharded_param._around(columns, _spec_of(original, spec.mesh, 1))
-    expect(tensor._local_tensor.data_ptr() == columns.data_ptr(), "copied")
-    expect(spec.tensor_meta.dtype is torch.float32, "changed-spec")
+    expect(
+        {
+            "copied": tensor._local_tensor.data_ptr() == columns.data_ptr(),
+            "changed-spec": spec.tensor_meta.dtype is torch.float32,
+        }
+    )
 
 
 def hybrid_trains() -> None:

@@ -47,7 +47,9 @@ def _taken(layout: Any, *values: float | None, with_unreduced: bool) -> Any:
             if value is None
             else torch.full(param.shape, value, dtype=param.leaf.dtype)
         )
-    return layout.take_gradient(with_unreduced=with_unreduced)
+    got = layout.take_gradient(with_unreduced=with_unreduced)
+    expect({"left-in-leaf": all(param.leaf.grad is None for param in layout.params)})
+    return got
 
 
 def _numbers(gradient: Gradient) -> list[float]:
@@ -58,25 +60,21 @@ def takes_gradients() -> None:
     """``take_gradient`` returns the gradients that exist, with their numbers, and removes them from the leaves."""
     layout = _layout()
     got = _taken(layout, 1.0, 2.0, with_unreduced=True)
-    expect(isinstance(got, Gradient), "no-gradient", got=type(got).__name__)
+    expect({"no-gradient": isinstance(got, Gradient)}, got=type(got).__name__)
     expect(
-        _numbers(got) == [1.0, 2.0] and [*got.numbers] == [0, 1],
-        "gradients",
+        {"gradients": (_numbers(got), [*got.numbers]) == ([1.0, 2.0], [0, 1])},
         got=_numbers(got),
         numbers=got.numbers,
     )
-    expect(all(param.leaf.grad is None for param in layout.params), "left-in-leaf")
     _taken(layout, 1.0, 2.0, with_unreduced=False)
-    expect(all(param.leaf.grad is None for param in layout.params), "left-in-leaf")
     got = _taken(layout, None, 2.0, with_unreduced=True)
     expect(
-        [*got.numbers] == [1] and len(got.parts) == 1,
-        "number",
+        {"number": [*got.numbers] == [1] and len(got.parts) == 1},
         numbers=got.numbers,
         got=len(got.parts),
     )
     got = layout.take_gradient(with_unreduced=True)
-    expect(got is None, "empty-gradient", got=got)
+    expect({"empty-gradient": got is None}, got=got)
 
 
 def adds_up() -> None:
@@ -85,32 +83,39 @@ def adds_up() -> None:
     for value in (1.0, 2.0):
         layout.keep_unreduced(_taken(layout, value, value, with_unreduced=False))
         kept = [param.unreduced for param in layout.params]
-        expect(all(isinstance(one, torch.Tensor) for one in kept), "not-kept")
+        expect({"not-kept": all(isinstance(one, torch.Tensor) for one in kept)})
     means = [one.mean().item() for one in kept]
-    expect(means == [3.0, 3.0], "overwritten", got=means)
+    expect({"overwritten": means == [3.0, 3.0]}, got=means)
     got = _numbers(_taken(layout, 4.0, 4.0, with_unreduced=True))
-    expect(got != [4.0, 4.0], "not-included")
-    expect(got == [7.0, 7.0], "sum", got=got)
-    expect(all(param.unreduced is None for param in layout.params), "kept-after")
+    expect(
+        {
+            "not-included": got != [4.0, 4.0],
+            "sum": got == [7.0, 7.0],
+            "kept-after": all(param.unreduced is None for param in layout.params),
+        },
+        got=got,
+    )
 
 
 def unused_parameter() -> None:
     """A parameter without a gradient in the last micro-batch is still reduced."""
     layout = _layout()
     layout.keep_unreduced(_taken(layout, None, 1.0, with_unreduced=False))
-    kept = [param.unreduced for param in layout.params]
-    expect(kept[0] is None and kept[1] is not None, "ignores-numbers")
+    kept = [param.unreduced is not None for param in layout.params]
+    expect({"ignores-numbers": kept == [False, True]})
     got = _taken(layout, 1.0, None, with_unreduced=False)
     expect(
-        [*got.numbers] == [0] and _numbers(got) == [1.0],
-        "included-too-early",
+        {"included-too-early": [*got.numbers] == [0] and _numbers(got) == [1.0]},
         got=_numbers(got),
         numbers=got.numbers,
     )
     layout.keep_unreduced(got)
     got = _taken(layout, None, 1.0, with_unreduced=True)
-    expect([*got.numbers] == [0, 1], "lost", numbers=got.numbers)
-    expect(_numbers(got) == [1.0, 2.0], "sum", got=_numbers(got))
+    expect(
+        {"lost": [*got.numbers] == [0, 1], "sum": _numbers(got) == [1.0, 2.0]},
+        numbers=got.numbers,
+        got=_numbers(got),
+    )
 
 
 def sums_in_reduce_dtype() -> None:
@@ -121,12 +126,21 @@ def sums_in_reduce_dtype() -> None:
     layout = _layout(mp_policy=policy)
     for value, right in ((256.0, 256.0), (1.0, 257.0)):
         layout.keep_unreduced(_taken(layout, value, value, with_unreduced=False))
-        got = layout.params[0].unreduced
-        expect(got.dtype is torch.float32, "reduce-dtype", got=got.dtype)
-        expect(got.mean().item() == right, "rounded", got=got.mean().item())
+        kept = layout.params[0].unreduced
+        expect(
+            {
+                "reduce-dtype": kept.dtype is torch.float32,
+                "rounded": kept.mean().item() == right,
+            },
+            dtype=kept.dtype,
+            got=kept.mean().item(),
+        )
     part = _taken(layout, 1.0, 1.0, with_unreduced=True).parts[0]
-    is_right = part.dtype is torch.float32 and part.mean().item() == 258.0
-    expect(is_right, "rounded-in-the-end", got=part.mean().item(), dtype=part.dtype)
+    expect(
+        {"rounded-in-the-end": part.dtype is torch.float32 and part.mean() == 258.0},
+        got=part.mean().item(),
+        dtype=part.dtype,
+    )
 
 
 def accumulation_trains() -> None:
@@ -141,9 +155,9 @@ def accumulation_trains() -> None:
     expected: dict[str, Any] = dict(plain.named_parameters())
     trained: dict[str, Any] = dict(model.named_parameters())
     for name, right in expected.items():
-        expect(trained[name].grad is not None, "no-grad", name=name)
+        expect({"no-grad": trained[name].grad is not None}, name=name)
         off = (trained[name].grad.full_tensor() - right.grad).abs().max().item()
-        expect(off < 1e-5, "accumulated", name=name, off=f"{off:.2g}")
+        expect({"accumulated": off < 1e-5}, name=name, off=f"{off:.2g}")
 
 
 # --- 9: the state dict of a unit ---
@@ -165,21 +179,29 @@ def _pair(**options: Any) -> tuple[nn.Module, FullyShardedDataParallel]:
 
 
 def _compare(got: dict[str, Any], right: dict[str, Any]) -> None:
-    expect(not any("_flat_param" in name for name in got), "flat-key", names=[*got])
     missing = [name for name in right if name not in got]
     more = [name for name in got if name not in right]
-    expect(not missing, "missing", names=missing)
-    expect(not more, "unexpected", names=more)
+    expect(
+        {
+            "flat-key": not any("_flat_param" in name for name in got),
+            "missing": not missing,
+            "unexpected": not more,
+        },
+        names=[*got],
+        missing=missing,
+        more=more,
+    )
     for name, value in right.items():
-        expect(got[name].numel() or not value.numel(), "empty", name=name)
         expect(
-            got[name].shape == value.shape,
-            "shape",
+            {
+                "empty": got[name].numel() or not value.numel(),
+                "shape": got[name].shape == value.shape,
+                "value": torch.equal(got[name], value),
+            },
             name=name,
             got=tuple(got[name].shape),
             right=tuple(value.shape),
         )
-        expect(torch.equal(got[name], value), "value", name=name)
 
 
 def full_state_dict() -> None:
@@ -195,17 +217,22 @@ def every_rank_gathers() -> None:
     write = state_dict._write_unit
 
     def checked(codec: Any, form: Any, state: Any) -> None:
-        before = len(calls)
-        write(codec, form, state)
-        expect(calls[before:] == ["all_gather"], "not-collective", calls=calls[before:])
+        with recorded_collectives() as (calls, _):
+            write(codec, form, state)
         # The placeholders are empty.
         names = [key for key in codec.keys if key in state and state[key].numel()]
         names = [name.replace("_fsdp_wrapped_module.", "") for name in names]
-        expect(codec.mesh.is_first or not names, "all-ranks", names=names)
+        expect(
+            {
+                "not-collective": calls == ["all_gather"],
+                "all-ranks": codec.mesh.is_first or not names,
+            },
+            calls=calls,
+            names=names,
+        )
 
     config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with (
-        recorded_collectives() as calls,
         mock.patch.object(state_dict, "_write_unit", checked),
         FullyShardedDataParallel.state_dict_type(
             model, StateDictType.FULL_STATE_DICT, config
@@ -220,22 +247,19 @@ def values_are_copies() -> None:
     """Each value has memory of its own, and later training does not change it."""
     _, model = _pair()
     got = model.state_dict()
+    before = {name: value.clone() for name, value in got.items()}
     for name, value in got.items():
         num_bytes = value.untyped_storage().nbytes()
         expect(
-            num_bytes == value.nbytes,
-            "keeps-memory",
+            {"keeps-memory": num_bytes == value.nbytes},
             name=name,
             size=value.nbytes,
             got=num_bytes,
         )
-    before = {name: value.clone() for name, value in got.items()}
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(1)
-    expect(
-        all(torch.equal(got[name], value) for name, value in before.items()), "changes"
-    )
+    expect({"changes": all(torch.equal(got[name], before[name]) for name in before)})
 
 
 def tied_names() -> None:
@@ -254,8 +278,9 @@ def sharded_state_dict() -> None:
         got = model.state_dict()
     for name, value in got.items():
         expect(
-            isinstance(value, DTensor), "no-rows", name=name, got=type(value).__name__
+            {"no-rows": isinstance(value, DTensor)},
+            name=name,
+            got=type(value).__name__,
         )
-    _compare(
-        {name: value.full_tensor() for name, value in got.items()}, plain.state_dict()
-    )
+        got[name] = value.full_tensor()
+    _compare(got, plain.state_dict())

@@ -10,6 +10,7 @@ Spec: LEARN-03.
 
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock, call
 
 from torch import nn
 
@@ -17,103 +18,81 @@ from minifsdp.engine.backward_hooks import graph_task
 from minifsdp.engine.extension_points import ExtensionPoints
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.schedule import BackwardPrefetch, Schedule
-from minifsdp.engine.unit import Phase, State, Unit, UnitPolicy
+from minifsdp.engine.unit import Phase, State, Unit, UnitPolicy, Uses
 from minifsdp_tools.learn.checking import NotMetError, expect
 
 
-class Recorder:
-    """Records the names of the methods that are called: ``recorder.free()`` appends ``free`` to `calls`.
-
-    Args:
-        calls: the names.
-        results: what methods return, by name; the others return ``None``.
-        **values: other attributes.
-    """
-
-    def __init__(
-        self, calls: list[str], results: dict[str, Any] | None = None, **values: Any
-    ) -> None:
-        self.calls = calls
-        self.results = results or {}
-        vars(self).update(values)
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *_, **__: self._called(name)
-
-    def _called(self, name: str) -> Any:
-        self.calls.append(name)
-        return self.results.get(name)
+def _calls(recorder: Mock) -> list[str]:
+    """The names of the methods that were called: ``recorder.layout.free()`` is ``free``."""
+    return [name.rpartition(".")[2] for name, *_ in recorder.mock_calls]
 
 
 # --- 2: all-gather and reshard ---
 
 
-def _root(limiter: Any) -> Any:
-    """A root state with this limiter, without cases."""
-    iteration = SimpleNamespace(points=ExtensionPoints())
-    return SimpleNamespace(comm_streams=None, limiter=limiter, iteration=iteration)
-
-
-def _unit(*methods: str) -> tuple[Any, list[str]]:
-    """A unit with a recorder as layout, as handle of the all-gather and as limiter, after calls of these methods."""
-    calls: list[str] = []
-    given = object()
+def _unit(*methods: str) -> tuple[Any, Any]:
+    """A unit and the recorder of its layout, its all-gathers and its limiter, after calls of these methods."""
+    recorder = Mock()
+    recorder.layout.configure_mock(offloads=False, num_bytes=0, group=None)
     nothing = cast(Any, None)
-    results = {"all_gather": Recorder(calls), "free": given}
-    layout: Any = Recorder(calls, results, offloads=False, num_bytes=0, group=None)
-    unit: Any = Unit(nn.Identity(), layout, [nothing], UnitPolicy(True))
-    limiter: Any = Recorder(calls)
-    limiter.released = lambda event: calls.append(
-        "released" if event is given else "released without the event"
+    policy = UnitPolicy(True)
+    unit: Any = Unit(nn.Identity(), recorder.layout, [nothing], policy)
+    iteration = SimpleNamespace(points=ExtensionPoints())
+    unit.root = SimpleNamespace(
+        comm_streams=None, limiter=recorder.limiter, iteration=iteration
     )
-    unit.root = _root(limiter)
     for method in methods:
         getattr(unit, method)()
-    return unit, calls
+    return unit, recorder
 
 
 def unshard_issues() -> None:
     """``unshard`` issues the all-gather and does not wait."""
-    unit, calls = _unit("unshard")
-    expect("wait" not in calls, "waits-early")
-    expect("all_gather" in calls, "no-all-gather", calls=calls)
-    expect(calls == ["throttle", "all_gather"], "throttle", calls=calls)
-    expect(unit.state is State.GATHERING, "not-gathering", state=unit.state)
+    unit, recorder = _unit("unshard")
+    calls = _calls(recorder)
+    expect(
+        {
+            "waits-early": "wait" not in calls,
+            "no-all-gather": "all_gather" in calls,
+            "throttle": calls == ["throttle", "all_gather"],
+            "not-gathering": unit.state is State.GATHERING,
+        },
+        calls=calls,
+        state=unit.state,
+    )
 
 
 def unshard_twice() -> None:
     """A unit that is not sharded is not all-gathered again."""
-    unit, calls = _unit("unshard", "unshard")
-    expect(
-        calls.count("all_gather") == 1,
-        "gathers-twice",
-        when="while the first all-gather ran",
-    )
-    unit.wait()
-    unit.unshard()
-    expect(
-        calls.count("all_gather") == 1,
-        "gathers-twice",
-        when="after the unit was unsharded",
-    )
-    unit, calls = _unit()
+    for methods, when in (
+        (("unshard", "unshard"), "while the first all-gather ran"),
+        (("unshard", "wait", "unshard"), "after the unit was unsharded"),
+    ):
+        _, recorder = _unit(*methods)
+        expect({"gathers-twice": recorder.layout.all_gather.call_count == 1}, when=when)
+    unit, recorder = _unit()
     unit.phase = Phase.SUMMONED
     unit.unshard()
-    expect(calls == [], "summoned", calls=calls)
+    calls = _calls(recorder)
+    expect({"summoned": calls == []}, calls=calls)
 
 
 def wait_waits() -> None:
     """``wait`` waits for the handle once; it requires an ``unshard`` before it."""
-    unit, calls = _unit("unshard")
-    calls.clear()
+    unit, recorder = _unit("unshard", "wait")
+    expect(
+        {
+            "no-wait": "wait" in _calls(recorder),
+            "not-unsharded": unit.state is State.UNSHARDED,
+        },
+        state=unit.state,
+    )
     unit.wait()
-    expect("wait" in calls, "no-wait")
-    expect(unit.state is State.UNSHARDED, "not-unsharded", state=unit.state)
-    unit.wait()
-    expect(calls == ["wait"], "waits-twice", calls=calls)
-    unit, _ = _unit()
+    calls = _calls(recorder)[2:]
+    expect({"waits-twice": calls == ["wait"]}, calls=calls)
+    unit, recorder = _unit()
+    recorder.layout.all_gather.return_value = None
     for ends in ("wait", "reshard"):
-        unit.layout.all_gather = lambda comm_streams: None
         unit.unshard()
         try:
             getattr(unit, ends)()
@@ -134,31 +113,42 @@ def wait_waits() -> None:
 
 def reshard_frees() -> None:
     """``reshard`` registers the shards, frees the memory and informs the limiter; it does nothing if sharded."""
-    unit, calls = _unit("reshard")
-    expect(calls == [], "frees-sharded", calls=calls)
+    unit, recorder = _unit("reshard")
+    calls = _calls(recorder)
+    expect({"frees-sharded": calls == []}, calls=calls)
     unit.unshard()
     unit.wait()
-    calls.clear()
+    recorder.reset_mock()
     unit.reshard()
-    expect("wait" not in calls, "waits-again")
-    expect("free" in calls, "no-free")
-    expect("use_sharded_params" in calls, "modules", calls=calls)
-    expect("released" in calls, "not-released", calls=calls)
-    expect(calls == ["use_sharded_params", "free", "released"], "order", calls=calls)
-    expect(unit.state is State.SHARDED, "not-sharded", state=unit.state)
-    unit.layout.free = lambda: None
+    calls = _calls(recorder)
+    event = recorder.layout.free.return_value
+    expect(
+        {
+            "waits-again": "wait" not in calls,
+            "no-free": "free" in calls,
+            "modules": "use_sharded_params" in calls,
+            "not-released": call(event) in recorder.limiter.released.mock_calls,
+            "order": calls == ["use_sharded_params", "free", "released"],
+            "not-sharded": unit.state is State.SHARDED,
+        },
+        calls=calls,
+        state=unit.state,
+    )
+    recorder.layout.free.return_value = None
     unit.unshard()
-    calls.clear()
+    recorder.reset_mock()
     unit.reshard()
-    expect("released without the event" not in calls, "no-event")
+    expect({"no-event": not recorder.limiter.released.called})
 
 
 def reshard_in_flight() -> None:
     """``reshard`` waits for an all-gather in flight before it frees the memory."""
-    _, calls = _unit("unshard", "reshard")
+    calls = _calls(_unit("unshard", "reshard")[1])
     expect(
-        "wait" in calls and calls.index("wait") < calls.index("free"),
-        "frees-in-flight",
+        {
+            "frees-in-flight": "wait" in calls
+            and calls.index("wait") < calls.index("free")
+        },
         calls=calls,
     )
 
@@ -168,35 +158,32 @@ def reshard_in_flight() -> None:
 
 def _state(
     prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE, **policy: Any
-) -> tuple[Any, Any, list[str]]:
-    """The state of an iteration, and a unit that records what the hook does with them."""
-    calls: list[str] = []
-    nothing: Any = None
-    state: Any = IterationState([], nothing, Schedule(prefetch))
-    unit: Any = Recorder(
-        calls,
+) -> tuple[Any, Any, Mock]:
+    """The state of an iteration, a unit, and the recorder of what the hook does with them."""
+    recorder = Mock()
+    unit = recorder.unit
+    unit.configure_mock(
         name="block",
-        layout=Recorder(calls),
         policy=UnitPolicy(True, **policy),
         phase=Phase.IDLE,
         state=State.SHARDED,
-        graph_task=None,
-        awaits_backward=True,
+        uses=Uses(awaits_backward=True, graph_task=-2),
         is_held=False,
     )
+    nothing: Any = None
+    state: Any = IterationState([], nothing, Schedule(prefetch))
 
     def begin() -> None:
-        calls.append("begin_backward")
         state.in_backward = True
 
     def unshard(**_: Any) -> None:
-        calls.append("unshard")
         unit.state = State.GATHERING
 
-    state.begin_backward = begin
-    unit.unshard = unshard
-    state._prefetch_backward = lambda unit: calls.append("prefetch")
-    return state, unit, calls
+    recorder.begin_backward.side_effect = begin
+    unit.unshard.side_effect = unshard
+    state.begin_backward = recorder.begin_backward
+    state._prefetch_backward = recorder.prefetch
+    return state, unit, recorder
 
 
 FIRST_CALL = ["begin_backward", "unshard", "wait", "use_unsharded_params", "prefetch"]
@@ -204,52 +191,68 @@ FIRST_CALL = ["begin_backward", "unshard", "wait", "use_unsharded_params", "pref
 
 def hook_order() -> None:
     """The order of the calls of the first hook of a backward."""
-    state, unit, calls = _state()
+    state, unit, recorder = _state()
     state.pre_backward(unit)
+    calls = _calls(recorder)
     for name in FIRST_CALL:
-        expect(name in calls, f"no-{name.replace('_', '-')}", calls=calls)
+        expect({f"no-{name.replace('_', '-')}": name in calls}, calls=calls)
+    _, unshard, wait, _, prefetch = map(calls.index, FIRST_CALL)
     expect(
-        calls.index("prefetch") > calls.index("unshard"), "prefetch-first", calls=calls
+        {
+            "prefetch-first": prefetch > unshard,
+            "prefetch-early": prefetch > wait,
+            "wait-first": unshard < wait,
+            "hook-order": calls == FIRST_CALL,
+        },
+        calls=calls,
+        right=FIRST_CALL,
     )
-    expect(calls.index("prefetch") > calls.index("wait"), "prefetch-early", calls=calls)
-    expect(calls.index("unshard") < calls.index("wait"), "wait-first", calls=calls)
-    expect(calls == FIRST_CALL, "hook-order", calls=calls, right=FIRST_CALL)
 
 
 def hook_notes() -> None:
     """The attributes of the unit after the hook."""
-    state, unit, calls = _state()
+    state, unit, recorder = _state()
     state.in_backward = True
     state.pre_backward(unit)
-    expect("begin_backward" not in calls, "begins-twice")
-    expect(unit.phase is Phase.PRE_BACKWARD, "phase", phase=unit.phase)
-    expect(unit.uses.awaits_backward is False, "awaits-backward")
-    expect(unit.uses.graph_task == graph_task(), "graph-task", got=unit.uses.graph_task)
+    expect(
+        {
+            "begins-twice": not recorder.begin_backward.called,
+            "phase": unit.phase is Phase.PRE_BACKWARD,
+            "awaits-backward": unit.uses.awaits_backward is False,
+            "graph-task": unit.uses.graph_task == graph_task(),
+        },
+        phase=unit.phase,
+        got=unit.uses.graph_task,
+    )
 
 
 def hook_once() -> None:
     """A second output of the unit calls the hook again, without an effect."""
-    state, unit, calls = _state()
+    state, unit, recorder = _state()
     state.pre_backward(unit)
     state.pre_backward(unit)
-    expect(calls == FIRST_CALL, "twice", calls=calls[len(FIRST_CALL) :])
+    calls = _calls(recorder)
+    expect({"twice": calls == FIRST_CALL}, calls=calls[len(FIRST_CALL) :])
 
 
 def hook_policy() -> None:
     """Units that need no all-gather, units that are unsharded, and schedules without this prefetch."""
-    state, unit, calls = _state(unshards_in_backward=False)
+    state, unit, recorder = _state(unshards_in_backward=False)
     state.pre_backward(unit)
-    expect("unshard" not in calls, "needless-all-gather")
+    calls = _calls(recorder)
     expect(
-        not {"wait", "use_unsharded_params"} & {*calls},
-        "waits-for-sharded",
+        {
+            "needless-all-gather": "unshard" not in calls,
+            "waits-for-sharded": not {"wait", "use_unsharded_params"} & {*calls},
+        },
         calls=calls,
     )
-    state, unit, calls = _state(unshards_in_backward=False)
+    state, unit, recorder = _state(unshards_in_backward=False)
     unit.state = State.UNSHARDED
     state.pre_backward(unit)
-    expect("use_unsharded_params" in calls, "forgets-unsharded", calls=calls)
+    calls = _calls(recorder)
+    expect({"forgets-unsharded": "use_unsharded_params" in calls}, calls=calls)
     for prefetch in (BackwardPrefetch.BACKWARD_POST, None):
-        state, unit, calls = _state(prefetch)
+        state, unit, recorder = _state(prefetch)
         state.pre_backward(unit)
-        expect("prefetch" not in calls, "always-prefetches", prefetch=prefetch)
+        expect({"always-prefetches": not recorder.prefetch.called}, prefetch=prefetch)

@@ -76,6 +76,10 @@ class Exercise:
         """The page of the documentation that explains the exercise."""
         return f"docs/learn/exercises/{self.number:02}-{self.name.replace('_', '-')}.md"
 
+    def text_of(self, entry: str) -> str:
+        """The text of a failed check, without its values."""
+        return {**common_feedback(), **self.feedback}[entry].strip()
+
 
 @cache
 def common_feedback() -> dict[str, str]:
@@ -86,17 +90,14 @@ def common_feedback() -> dict[str, str]:
 @cache
 def exercises() -> tuple[Exercise, ...]:
     """All exercises in the order of the reading."""
-    found = []
-    for path in sorted(TEXTS.glob("[0-9]*.toml")):
-        text = tomllib.loads(path.read_text(encoding="utf-8"))
-        number, _, name = path.stem.partition("-")
-        checks = [Check(**check) for check in text.pop("checks")]
-        found.append(
-            Exercise(
-                number=int(number), name=name.replace("-", "_"), checks=checks, **text
-            )
-        )
-    return tuple(found)
+    return tuple(map(_exercise, sorted(TEXTS.glob("[0-9]*.toml"))))
+
+
+def _exercise(path: Path) -> Exercise:
+    text = tomllib.loads(path.read_text(encoding="utf-8"))
+    number, _, name = path.stem.partition("-")
+    checks = [Check(**check) for check in text.pop("checks")]
+    return Exercise(int(number), name.replace("-", "_"), checks=checks, **text)
 
 
 class Progress:

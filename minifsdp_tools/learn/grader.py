@@ -2,13 +2,13 @@
 
 1. The parent starts one process for each rank. It never imports the learner's file.
 2. A child loads the file, and replaces functions of the package by those of the learner, in its own memory only.
-3. It runs the checks in order, and writes a line to its record for each. It ends at the first one that fails.
-4. The parent stops all children if one fails or the time limit has passed, and reports the first failure.
+3. It runs the checks in order, and reports each result to the parent. It ends at the first check that fails.
+4. The parent stops all children if one fails or the time limit has passed, and returns the first failure.
 
-Worked example, the records of two ranks of an exercise with three checks; rank 1 fails in the second one::
+Worked example, the reports of two ranks of an exercise with three checks; rank 1 fails in the second one::
 
-    rank 0   passed 0                      (rank 0 waits for rank 1 in a collective, and is stopped)
-    rank 1   passed 0, failed 1 "sum"
+    rank 0   Verdict(1)                    (rank 0 waits for rank 1 in a collective, and is stopped)
+    rank 1   Verdict(1), Verdict(1, "sum", "Rank 1 gave ...")
 
 *In torch:* no such tool.
 
@@ -17,7 +17,6 @@ Spec: LEARN-03, LEARN-04, LEARN-06.
 
 import faulthandler
 import inspect
-import json
 import multiprocessing
 import os
 import re
@@ -25,9 +24,9 @@ import sys
 import tempfile
 import time
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.context import ForkProcess
 from pathlib import Path
 from pkgutil import resolve_name
 from types import ModuleType
@@ -37,22 +36,22 @@ import torch
 import torch.distributed as dist
 
 from minifsdp_tools.learn.checking import NotMetError, expect, replace_everywhere
-from minifsdp_tools.learn.exercises import Exercise, common_feedback
+from minifsdp_tools.learn.exercises import Exercise
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of all checks.
+    """The result of the checks.
 
     Attributes:
         num_passed: number of checks that passed on all ranks, counted from the first one.
-        entry: the text that explains the failure; ``None`` if all checks passed.
+        entry: the text that explains the failure; ``None`` without a failure.
         text: this text with its values.
     """
 
     num_passed: int
-    entry: str | None
-    text: str
+    entry: str | None = None
+    text: str = ""
 
 
 # --- the child ---
@@ -76,15 +75,13 @@ def replace(places: dict[str, str], learner: ModuleType) -> None:
     """2. Replaces functions of the package in this process."""
     for name, place in places.items():
         function: Any = getattr(learner, name, None)
-        expect(callable(function), "missing-function", name=name)
+        expect({"missing-function": callable(function)}, name=name)
         # `engine.lifetime:RateLimiter` and `throttle`, or `engine.shards` and `shard_of`.
         owner_name, attribute = re.split(r"[.:](?=\w+$)", place)
         owner: Any = resolve_name(f"minifsdp.{owner_name}")
         original = getattr(owner, attribute)
         got, right = (_parameters(each) for each in (function, original))
-        expect(
-            _accepts(function, original), "signature", name=name, got=got, right=right
-        )
+        expect({"signature": got == right}, name=name, got=got, right=right)
         setattr(owner, attribute, function)
         replace_everywhere(original, function, ("minifsdp.", "minifsdp_tools."))
 
@@ -96,23 +93,13 @@ def _parameters(function: Any) -> str:
     return str(inspect.Signature(plain))[1:-1]
 
 
-def _accepts(function: Any, original: Any) -> bool:
-    """Whether each call that fits the original function also fits the learner's one."""
-    parameters = inspect.signature(original).parameters.values()
-    required = [one for one in parameters if one.default is one.empty]
-    for some in (required, parameters):
-        in_order = [one.name for one in some if one.kind is one.POSITIONAL_OR_KEYWORD]
-        others = {one.name: None for one in some if one.kind is one.KEYWORD_ONLY}
-        try:
-            inspect.signature(function).bind(*in_order, **others)
-            inspect.signature(function).bind(**dict.fromkeys(in_order), **others)
-        except TypeError:
-            return False
-    return True
-
-
 def run_rank(
-    exercise: Exercise, path: Path | None, rank: int, folder: Path, seconds: float
+    rank: int,
+    exercise: Exercise,
+    path: Path | None,
+    folder: Path,
+    seconds: float,
+    reports: Any,
 ) -> None:
     """3. Runs the checks in this process. Ends the process."""
     # Memory that `torch.empty` returns then contains NaN, and not by chance the right values.
@@ -120,41 +107,34 @@ def run_rank(
     torch._C._set_deterministic_algorithms(True)
     stack = (folder / f"{rank}.stack").open("w")
     faulthandler.dump_traceback_later(seconds, file=stack)
-    number = -1
-    failed = False
-    with (folder / f"{rank}.record").open("w", buffering=1) as record:
-        try:
-            functions = functions_of(exercise)
-            if path is not None:
-                replace(exercise.places, load(path))
-            store = f"file://{folder}/store"
-            limit = timedelta(seconds=seconds + 60)
-            dist.init_process_group(
-                "gloo",
-                init_method=store,
-                rank=rank,
-                world_size=exercise.num_ranks,
-                timeout=limit,
-            )
-            # A rank that ends while another one still connects would make gloo print an error.
-            dist.barrier()
-            for number, function in enumerate(functions):
-                function()
-                record.write(json.dumps({"passed": number}) + "\n")
-            dist.barrier()
-        except BaseException as error:
-            failed = True
-            entry, values = _explained(error, path)
-            line = {
-                "failed": max(number, 0),
-                "entry": entry,
-                "values": values,
-                "time": time.monotonic(),
-                "rank": rank,
-            }
-            record.write(json.dumps(line, default=str) + "\n")
+    num_passed = 0
+    try:
+        functions = functions_of(exercise)
+        if path is not None:
+            replace(exercise.places, load(path))
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{folder}/store",
+            rank=rank,
+            world_size=exercise.num_ranks,
+            timeout=timedelta(seconds=seconds + 60),
+        )
+        # A rank that ends while another one still connects would make gloo print an error.
+        dist.barrier()
+        for function in functions:
+            function()
+            num_passed += 1
+            reports.put((rank, Verdict(num_passed)))
+        dist.barrier()
+    except BaseException as error:
+        entry, values = _explained(error, path)
+        text = exercise.text_of(entry)
+        # A text about a rank names it already.
+        found = "" if "{rank}" in text else f" (Found on rank {rank}.)"
+        verdict = Verdict(num_passed, entry, text.format(**values) + found)
+        reports.put((rank, verdict))
     sys.stdout.flush()
-    os._exit(failed)
+    os._exit(0)
 
 
 def functions_of(exercise: Exercise) -> list[Any]:
@@ -172,9 +152,7 @@ def _explained(
     if isinstance(error, NotMetError):
         return error.entry, error.values
     frames = traceback.extract_tb(error.__traceback__)
-    mine = [
-        frame for frame in frames if path is not None and frame.filename == str(path)
-    ]
+    mine = [frame for frame in frames if frame.filename == str(path)]
     what = traceback.format_exception_only(error)[-1].strip()
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return "syntax", {"error": what, "line": error.lineno}
@@ -182,11 +160,7 @@ def _explained(
         return "not-written", {"name": mine[-1].name, "line": mine[-1].lineno}
     if mine:
         return "raised", {"error": what, "line": mine[-1].lineno, "code": mine[-1].line}
-    where = (
-        ""
-        if not frames
-        else f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}"
-    )
+    where = f"{Path(frames[-1].filename).name}, line {frames[-1].lineno}"
     return "raised-elsewhere", {"error": what, "where": where}
 
 
@@ -204,76 +178,51 @@ def grade(exercise: Exercise, path: Path | None, seconds: float = 60) -> Verdict
     # A fork does not import modules again. No thread of this process runs, and it has not run a backward.
     functions_of(exercise)
     context = multiprocessing.get_context("fork")
+    reports = context.SimpleQueue()
+    path = path and path.resolve()
+    ranks = range(exercise.num_ranks)
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        arguments = [
-            (exercise, path and path.resolve(), rank, folder, seconds)
-            for rank in range(exercise.num_ranks)
-        ]
+        arguments = (exercise, path, Path(name), seconds, reports)
         children = [
-            context.Process(target=run_rank, args=each, daemon=True)
-            for each in arguments
+            context.Process(target=run_rank, args=(rank, *arguments), daemon=True)
+            for rank in ranks
         ]
         for child in children:
             child.start()
-        in_time = _wait(children, time.monotonic() + seconds + 1)
+        verdict = _wait(children, reports, time.monotonic() + seconds + 1)
         for child in children:
             child.kill()
             child.join()
-        lines = [_read(folder / f"{rank}.record") for rank in range(exercise.num_ranks)]
-        num_passed = min(sum("passed" in line for line in of_rank) for of_rank in lines)
-        failures = sorted(
-            (one for of_rank in lines for one in of_rank if "failed" in one),
-            key=lambda one: one["time"],
-        )
-        texts = {**common_feedback(), **exercise.feedback}
-        if failures:
-            first = failures[0]
-            text = texts[first["entry"]].strip().format(**first["values"])
-            # A text about a rank names it already.
-            text += (
-                ""
-                if "rank" in first["values"]
-                else f" (Found on rank {first['rank']}.)"
-            )
-            return Verdict(first["failed"], first["entry"], text)
-        if not in_time:
-            where = "; ".join(
-                _position(folder / f"{rank}.stack", path, rank)
-                for rank in range(exercise.num_ranks)
-            )
-            return Verdict(
-                num_passed,
-                "time-limit",
-                texts["time-limit"].strip().format(seconds=seconds, where=where),
-            )
-        if num_passed < len(exercise.checks):
-            return Verdict(num_passed, "ended", texts["ended"].strip())
-        return Verdict(num_passed, None, "")
+        if verdict.text or verdict == Verdict(len(exercise.checks)):
+            return verdict
+        entry = verdict.entry or "ended"
+        stacks = [Path(name) / f"{rank}.stack" for rank in ranks]
+        where = "; ".join(_position(stack, path) for stack in stacks)
+        text = exercise.text_of(entry).format(seconds=seconds, where=where)
+        return Verdict(verdict.num_passed, entry, text)
 
 
-def _wait(children: list[ForkProcess], deadline: float) -> bool:
-    """4. Waits until all children have ended or one has failed. Returns whether this was before the deadline."""
+def _wait(children: Sequence[Any], reports: Any, deadline: float) -> Verdict:
+    """4. Waits until all children have ended or one has failed, and returns the first failure."""
+    passed = [0] * len(children)
     while time.monotonic() < deadline:
+        # A process that has ended by now has put all its reports.
         codes = [child.exitcode for child in children]
+        while not reports.empty():
+            rank, verdict = reports.get()
+            if verdict.entry is not None:
+                return verdict  # type: ignore[no-any-return]
+            passed[rank] = verdict.num_passed
         if any(codes) or None not in codes:
-            return True
+            return Verdict(min(passed))
         time.sleep(0.02)
-    return False
+    return Verdict(min(passed), "time-limit")
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    # A rank that was stopped may not have written its last line completely.
-    lines = path.read_text().split("\n")[:-1] if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def _position(stack: Path, path: Path | None, rank: int) -> str:
+def _position(stack: Path, path: Path | None) -> str:
     """The innermost line of the learner's file that a rank was executing, in words."""
-    pattern = rf'File "{re.escape(str(path and path.resolve()))}", line (\d+)'
+    pattern = rf'File "{re.escape(str(path))}", line (\d+)'
     found = re.search(pattern, stack.read_text() if stack.exists() else "")
-    return (
-        f"rank {rank} was in line {found[1]} of your file"
-        if found
-        else f"rank {rank} was not inside your file"
+    return f"rank {stack.stem} was " + (
+        f"in line {found[1]} of your file" if found else "not inside your file"
     )

@@ -1,9 +1,9 @@
 """A device that records: the streams and events of the ``meta`` device.
 
 The engine looks up streams and events with ``torch.get_device_module(device)``. PyTorch has no such module for the
-``meta`` device. During a recording, `DeviceModule` is registered as this module. Its streams and events only write on
-the tape. So the tape contains each wait that the engine issues, and a wait that is added to the engine or removed from
-it changes the tape.
+``meta`` device. During a recording, a `device_module` is registered as this module. Its streams and events only write
+on the tape. So the tape contains each wait that the engine issues, and a wait that is added to the engine or removed
+from it changes the tape.
 
 ``query()`` of an event returns ``False``: the recorder does not know times. Code that then waits for the event appends
 a wait, which takes no time in the replay if the event is complete by then.
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, Self
 from unittest import mock
 
@@ -79,54 +80,41 @@ class Event:
         self.tape.items.append(HostWait(self.number))
 
 
-class DeviceModule:
+def device_module(tape: Tape, ranks_per_machine: int) -> Any:
     """The functions of ``torch.cuda`` that the engine uses, for one recording.
 
     Args:
         tape: the tape to write on.
         ranks_per_machine: the number of devices.
     """
+    # The position of a stream is its number.
+    streams = [Stream(tape, COMPUTE)]
 
-    def __init__(self, tape: Tape, ranks_per_machine: int) -> None:
-        self._tape = tape
-        self._count = ranks_per_machine
-        # The position of a stream is its number.
-        self._streams = [Stream(tape, COMPUTE)]
-        # The name of torch.cuda's class.
-        self.Stream = self._new_stream
-
-    def device_count(self) -> int:
-        """The number of devices of a machine."""
-        return self._count
-
-    def current_device(self) -> int:
-        """The only device that this process uses."""
-        return 0
-
-    def device(self, device: Any) -> Any:
-        """Has no effect."""
-        return nullcontext()
-
-    def _new_stream(self, device: Any = None, priority: int = 0) -> Stream:
+    def new_stream(device: Any = None, priority: int = 0) -> Stream:
         # In the replay, the priority has no effect.
-        self._streams.append(Stream(self._tape, len(self._streams)))
-        return self._streams[-1]
+        streams.append(Stream(tape, len(streams)))
+        return streams[-1]
 
-    def current_stream(self, device: Any = None) -> Stream:
-        """The stream on which operators run now."""
-        return self._streams[self._tape.stream]
-
-    def stream(self, stream: Stream | None) -> Any:
-        """Operators in the ``with`` block run on ``stream``."""
+    def on_stream(stream: Stream | None) -> Any:
+        # Operators in the ``with`` block run on ``stream``.
         return (
             nullcontext()
             if stream is None
-            else mock.patch.object(self._tape, "stream", stream.number)
+            else mock.patch.object(tape, "stream", stream.number)
         )
+
+    return SimpleNamespace(
+        device_count=lambda: ranks_per_machine,
+        current_device=lambda: 0,
+        device=nullcontext,
+        Stream=new_stream,
+        current_stream=lambda device=None: streams[tape.stream],
+        stream=on_stream,
+    )
 
 
 @contextmanager
-def registered(module: DeviceModule) -> Iterator[None]:
+def registered(module: Any) -> Iterator[None]:
     """Registers the module of the meta device for a ``with`` block."""
     with mock.patch.object(torch, "meta", module, create=True):
         # The result of the look-up is cached by device.

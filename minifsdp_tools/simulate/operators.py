@@ -128,27 +128,34 @@ class OperatorMode(TorchDispatchMode):
             if name in _SELECTS
             else [tensor for tensor in inputs if id(tensor) not in overwritten]
         )
-        num_bytes = sum(map(_size, read)) + sum(map(_size, written))
         if not any(tensor.is_meta for tensor in (*outputs, *inputs)):
             return
         counter = flop_registry.get(func._overloadpacket)
         flops = (
             0.0 if counter is None else float(counter(*args, **kwargs, out_val=result))
         )
-        dtype = outputs[0].dtype if outputs else None
-        done = flops / 2 if given.get("is_causal") else flops
         self._tape.items.append(
             Kernel(
-                self._tape.stream, name, done, num_bytes, dtype, self._tape.phase, flops
+                self._tape.stream,
+                name,
+                flops=flops / 2 if given.get("is_causal") else flops,
+                num_bytes=sum(map(_size, (*read, *written))),
+                dtype=outputs[0].dtype if outputs else None,
+                phase=self._tape.phase,
+                nominal_flops=flops,
             )
         )
 
     def _communicate(self, func: Any, args: Any) -> Any:
         group = dist.ProcessGroup.unbox(_by_name(func, args, {})["process_group"])
-        ranks = tuple(dist.get_process_group_ranks(group))
-        num_bytes = max(tensor.nbytes for tensor in tensors_in(args))
-        kind = _COLLECTIVES[func._schema.name]
-        self._tape.items.append(Collective(self._tape.stream, kind, ranks, num_bytes))
+        self._tape.items.append(
+            Collective(
+                self._tape.stream,
+                _COLLECTIVES[func._schema.name],
+                ranks=tuple(dist.get_process_group_ranks(group)),
+                num_bytes=max(tensor.nbytes for tensor in tensors_in(args)),
+            )
+        )
         return args[0], FakeWork().boxed()
 
     # --- memory ---

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pkgutil import resolve_name
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -38,15 +39,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from minifsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, trace
 from minifsdp.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from minifsdp.checks.rank_checks import RankChecks
-from minifsdp.engine.events import events
 from minifsdp.engine.messages import message
 from minifsdp.engine.shards import local_tensor
 from minifsdp.fsdp2.module import FSDPModule
 from minifsdp_tools.simulate import models
-from minifsdp_tools.simulate.device import META, DeviceModule, registered
+from minifsdp_tools.simulate.device import META, device_module, registered
 from minifsdp_tools.simulate.operators import OperatorMode, replaced_functions
 from minifsdp_tools.simulate.setup import DTYPES, HYBRID, Setup
-from minifsdp_tools.simulate.tape import Allocate, Free, MarkingRecorder, Tape
+from minifsdp_tools.simulate.tape import Allocate, Free, Tape
 
 
 @dataclass
@@ -56,7 +56,8 @@ class Recording:
     Attributes:
         setup: the configuration.
         tape: what was issued.
-        events: the engine's events (``minifsdp.trace``), in order of issue. A replay gives them times.
+        events: the engine's events (``minifsdp.trace``), in order of issue. Their times are the numbers of items that
+            were on the tape. A replay gives them times in seconds.
         stored_bytes: memory at the beginning of the step: shards, states of the optimizer and buffers.
         tokens: tokens of this rank in the step.
     """
@@ -101,7 +102,7 @@ def record(setup: Setup) -> Recording:
     )
     try:
         with (
-            registered(DeviceModule(tape, setup.ranks_per_machine)),
+            registered(device_module(tape, setup.ranks_per_machine)),
             replaced_functions(mode),
             # The check reads values.
             mock.patch.object(RankChecks, "backward_ends", return_value=None),
@@ -118,8 +119,8 @@ def record(setup: Setup) -> Recording:
             _train(model, sharded, optimizer, gradient_sync, setup, tape)
             tape.items.clear()
             stored = mode.num_bytes
-            recorder = MarkingRecorder(tape)
-            with mock.patch.object(events, "recorder", recorder):
+            clock = SimpleNamespace(perf_counter=lambda: float(len(tape.items)))
+            with mock.patch.object(trace, "time", clock), trace.record() as recorder:
                 _train(model, sharded, optimizer, gradient_sync, setup, tape)
             # The following releases belong to no step.
             recorded = Tape(list(tape.items))

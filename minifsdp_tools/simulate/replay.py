@@ -26,10 +26,10 @@ keeps until another stream has used them. The limiter exists because of these bl
 Spec: SIMULATE-08 to SIMULATE-12.
 """
 
-import heapq
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from minifsdp import trace
 from minifsdp_tools.simulate.machine import Card, Network
@@ -42,7 +42,6 @@ from minifsdp_tools.simulate.tape import (
     HostWait,
     Item,
     Kernel,
-    Mark,
     RecordEvent,
     UseOn,
     WaitEvent,
@@ -102,19 +101,17 @@ class Replay:
         self.ends: dict[int, float] = defaultdict(float)
         self._groups: dict[tuple[int, ...], float] = defaultdict(float)
         self._events: dict[int, float] = {}
-        # Held memory over time. For each block, other streams that use it. Released blocks, and the end of their uses.
-        self._memory = [(0.0, recording.stored_bytes)]
+        # The changes of held memory and their times. For each block, other streams that use it.
+        self._changes = [(0.0, recording.stored_bytes)]
         self._used_on: dict[int, set[int]] = defaultdict(set)
-        self._kept: list[tuple[float, int]] = []
         self._computing: list[tuple[float, float]] = []
         self._communicating: list[tuple[float, float]] = []
         self._busy: dict[str, float] = defaultdict(float)
         self._flops: dict[str, float] = defaultdict(float)
-        # The engine's events with simulated times, and the last one whose collective follows.
-        self._timed = {
-            id(event): replace(event, start=0.0, end=0.0) for event in recording.events
-        }
-        self._marked: trace.Event | None = None
+        # For each number of items, the time of the CPU thread, and when it and the compute stream have completed them.
+        self._clock = [(0.0, 0.0)]
+        # The kind, the position and the time of each collective.
+        self._collectives: list[tuple[str, int, float, float]] = []
 
     def run(self, item: Item) -> None:
         """Gives the item its time."""
@@ -141,18 +138,22 @@ class Replay:
                 self._waited += max(0.0, until - self.host)
                 self.host = max(self.host, until)
             case Allocate():
-                self._allocate(item.num_bytes)
+                self._changes.append((self.host, item.num_bytes))
             case UseOn():
                 self._used_on[item.block].add(item.stream)
             case Free():
-                self._free(item)
-            case Mark():
-                self._mark(item)
+                users = self._used_on.pop(item.block, ())
+                until = max([self.host, *(self.ends[stream] for stream in users)])
+                self._changes.append((until, -item.num_bytes))
+        work_ends = max(self.host, self.ends[COMPUTE])
+        self._clock.append((self.host + self.delay, work_ends + self.delay))
 
     def result(self) -> Result:
         """The step, after its last item."""
         seconds = max(self.host, *self.ends.values(), 0.0) + self.delay
         compute = _length(self._computing)
+        changes = sorted(self._changes, key=lambda change: change[0])
+        memory = list(accumulate(changes, lambda old, new: (new[0], old[1] + new[1])))
         peak = (
             self._card.matmul32
             if self._recording.setup.param_dtype == "fp32"
@@ -169,9 +170,9 @@ class Replay:
             hfu=sum(self._flops.values()) / seconds / peak,
             stored_bytes=self._recording.stored_bytes,
             peak_allocated=self._recording.peak_bytes,
-            peak_held=max(num_bytes for _, num_bytes in self._memory),
-            memory=self._memory,
-            events=list(self._timed.values()),
+            peak_held=max(num_bytes for _, num_bytes in memory),
+            memory=memory,
+            events=[self._timed(event) for event in self._recording.events],
             busy=dict(self._busy),
         )
 
@@ -209,40 +210,29 @@ class Replay:
         self._slowed_until = max(self._slowed_until, end)
         self._communicating.append((start, end))
         self._busy[collective.kind] += end - start
-        if self._marked is not None and self._marked.kind == collective.kind:
-            self._marked.start = start + self.delay
-            self._marked.end = end + self.delay
-            self._marked = None
-
-    def _allocate(self, num_bytes: int) -> None:
-        while self._kept and self._kept[0][0] <= self.host:
-            until, released = heapq.heappop(self._kept)
-            self._change(until, -released)
-        self._change(self.host, num_bytes)
-
-    def _free(self, item: Free) -> None:
-        until = max(
-            (self.ends[stream] for stream in self._used_on.pop(item.block, ())),
-            default=self.host,
+        self._collectives.append(
+            (
+                collective.kind,
+                len(self._clock) - 1,
+                start + self.delay,
+                end + self.delay,
+            )
         )
-        if until > self.host:
-            heapq.heappush(self._kept, (until, item.num_bytes))
-        else:
-            self._change(self.host, -item.num_bytes)
 
-    def _change(self, when: float, num_bytes: int) -> None:
-        self._memory.append((when, self._memory[-1][1] + num_bytes))
-
-    def _mark(self, item: Mark) -> None:
-        event = self._timed[id(item.event)]
+    def _timed(self, event: trace.Event) -> trace.Event:
+        """The event with its times in seconds. A collective is the next one of its kind on the tape."""
         if event.kind in _OF_COLLECTIVES:
-            self._marked = event if item.is_begin else self._marked
-            return
-        event.end = self.delay + (
-            self.host if event.kind == "WAIT" else max(self.host, self.ends[COMPUTE])
-        )
-        if item.is_begin:
-            event.start = event.end
+            spans = (
+                (start, end)
+                for kind, position, start, end in self._collectives
+                if kind == event.kind and position >= event.start
+            )
+            start, end = next(spans, (0.0, 0.0))
+        else:
+            of_work = int(event.kind != "WAIT")
+            start = self._clock[int(event.start)][of_work]
+            end = self._clock[int(event.end)][of_work]
+        return replace(event, start=start, end=end)
 
 
 def replay(recording: Recording, card: Card, network: Network) -> Result:

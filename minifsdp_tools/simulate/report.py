@@ -66,20 +66,20 @@ def name_of(setup: Setup) -> str:
 
 def table(runs: Iterable[tuple[Setup, Result]], card: Card) -> str:
     """A table with a line for each run."""
-    lines = [COLUMNS]
-    for setup, result in runs:
-        lines.append(
-            (
-                name_of(setup),
-                f"{result.seconds:.3f} s",
-                f"{result.exposed_seconds / result.seconds:.1%}",
-                f"{result.tokens_per_second:.0f}",
-                f"{result.mfu:.1%}",
-                f"{result.hfu:.1%}",
-                f"{result.peak_held / GIB:.2f} GiB",
-                limit_of(setup, card, result),
-            )
+    rows = (
+        (
+            name_of(setup),
+            f"{result.seconds:.3f} s",
+            f"{result.exposed_seconds / result.seconds:.1%}",
+            f"{result.tokens_per_second:.0f}",
+            f"{result.mfu:.1%}",
+            f"{result.hfu:.1%}",
+            f"{result.peak_held / GIB:.2f} GiB",
+            limit_of(setup, card, result),
         )
+        for setup, result in runs
+    )
+    lines = [COLUMNS, *rows]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     padded = (
         [cell.ljust(width) for cell, width in zip(line, widths, strict=True)]

@@ -2,7 +2,8 @@
 
 A recording (``recording.py``) appends an item for each kernel, collective, event, wait, allocation and release.
 ``replay.py`` reads the items and gives each of them a time. Streams, events and blocks of memory have numbers. Stream 0
-is the compute stream.
+is the compute stream. The engine's own events (``minifsdp.trace``) are not on the tape, but their times are positions
+on it.
 
 Worked example, an all-gather on stream 1 whose result a kernel on stream 0 uses::
 
@@ -22,8 +23,6 @@ from itertools import count
 from typing import TypeAlias
 
 import torch
-
-from minifsdp import trace
 
 COMPUTE = 0
 
@@ -106,24 +105,8 @@ class UseOn:
     stream: int
 
 
-@dataclass(slots=True)
-class Mark:
-    """The begin or the end of an event of the engine's own trace (``minifsdp.trace``)."""
-
-    event: trace.Event
-    is_begin: bool
-
-
 Item: TypeAlias = (
-    Kernel
-    | Collective
-    | RecordEvent
-    | WaitEvent
-    | HostWait
-    | Allocate
-    | Free
-    | UseOn
-    | Mark
+    Kernel | Collective | RecordEvent | WaitEvent | HostWait | Allocate | Free | UseOn
 )
 
 
@@ -142,24 +125,3 @@ class Tape:
     stream: int = COMPUTE
     phase: str = "setup"
     events: "count[int]" = field(default_factory=count)
-
-
-class MarkingRecorder(trace.Recorder):
-    """A recorder of the engine's events that also writes them on a tape, so that a replay can give them times."""
-
-    __slots__ = ("_tape",)
-
-    def __init__(self, tape: Tape) -> None:
-        super().__init__()
-        self._tape = tape
-
-    def begin(self, kind: str, unit: str, **facts: object) -> trace.Event:
-        """Appends an event that begins now."""
-        event = super().begin(kind, unit, **facts)
-        self._tape.items.append(Mark(event, is_begin=True))
-        return event
-
-    def finish(self, event: trace.Event | None) -> None:
-        """Ends an event."""
-        if event is not None:
-            self._tape.items.append(Mark(event, is_begin=False))

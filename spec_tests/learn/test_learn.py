@@ -98,10 +98,16 @@ def entries_in(function: ast.AST) -> set[str]:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             found.add(f"call {node.func.id}")
             if node.func.id in ("expect", "NotMetError"):
-                entry = node.args[-1]
-                # The names of calls, in `hook_order`.
-                names = checks_step.FIRST_CALL if isinstance(entry, ast.JoinedStr) else [ast.literal_eval(entry)]
-                found |= {f"no-{n.replace('_', '-')}" for n in names} if isinstance(entry, ast.JoinedStr) else {*names}
+                given = node.args[0]
+                for entry in given.keys if isinstance(given, ast.Dict) else [given]:
+                    if isinstance(entry, ast.JoinedStr):
+                        # The names of calls, in `hook_order`.
+                        found |= {f"no-{name.replace('_', '-')}" for name in checks_step.FIRST_CALL}
+                    elif isinstance(entry, ast.Name):
+                        # The entries of a table, in `waits_only_if_necessary`.
+                        found |= {"too-early", "fixed-number", "disabled"}
+                    else:
+                        found.add(ast.literal_eval(entry))
     return found
 
 

@@ -21,7 +21,7 @@ def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
 def keep_unreduced(self, gradient: Gradient) -> None:
     for number, part in zip(gradient.numbers, gradient.parts, strict=True):
         param = self.params[number]
-        part = part.to(self._options.precision.reduces_in(part.dtype))
+        part = part.to(self.precision.reduces_in(part.dtype))
         if param.unreduced is not None:
             part = param.unreduced + part
         param.unreduced = part

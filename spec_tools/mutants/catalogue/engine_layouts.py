@@ -38,7 +38,9 @@ MUTANTS = [
         "the-smaller-mesh-has-equal-shards",
         "NEW-05",
         "After a forward, every rank keeps the first shard of the smaller mesh.",
-        replace("SmallerMesh.begin", "shard_of($leaf, $dim, group.size, group.rank)", "shard_of($leaf, $dim, group.size, 0)"),
+        replace(
+            "SmallerMesh.begin", "shard_of($leaf, $dim, group.size, group.rank)", "shard_of($leaf, $dim, group.size, 0)"
+        ),
     ),
     Mutant(
         "the-cpu-waits-for-memory-of-gathers",
@@ -237,7 +239,7 @@ MUTANTS = [
         "partial-sum-in-low-precision",
         "FS2-MP-03",
         "Without synchronization gradients are accumulated in the compute dtype.",
-        replace("PerParameterLayout.keep_unreduced", "self.options.precision.reduces_in($part.dtype)", "$part.dtype"),
+        replace("PerParameterLayout.keep_unreduced", "self.precision.reduces_in($part.dtype)", "$part.dtype"),
     ),
     Mutant(
         "other-dims-are-packed-by-rows",

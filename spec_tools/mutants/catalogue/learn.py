@@ -27,28 +27,28 @@ MUTANTS = [
         "limiter-may-wait-for-the-newest",
         "LEARN-04",
         "The check of the rate limiter has no message for a wait for the newest unit.",
-        remove("waits_for_oldest", "expect(waited != [1], 'newest')"),
+        replace("waits_for_oldest", "$waited != [1]", "True"),
     ),
     # --- minifsdp_tools/learn/checks_layout.py ---
     Mutant(
         "padding-is-not-checked",
         "LEARN-04",
         "The padding of a flat shard may have any values.",
-        remove("shards_of_example", "expect(torch.equal(shard, right), 'padding', got=shard.tolist(), **here)"),
+        replace("shards_of_example", "torch.equal(shard, right)", "True"),
     ),
     # --- minifsdp_tools/learn/checks_state.py ---
     Mutant(
         "only-the-last-gradient-may-be-kept",
         "LEARN-04",
         "The check of `keep_unreduced` accepts a function that keeps only the last gradient.",
-        remove("adds_up", "expect(means == [3.0, 3.0], 'overwritten', ...)"),
+        remove("adds_up", "expect({'overwritten': means == [3.0, 3.0]}, ...)"),
     ),
     # --- minifsdp_tools/learn/checks_step.py ---
     Mutant(
         "summoned-unit-may-gather",
         "LEARN-04",
         "The check of `unshard` accepts an all-gather of a unit that is summoned.",
-        remove("unshard_twice", "expect(calls == [], 'summoned', calls=calls)"),
+        remove("unshard_twice", "expect({'summoned': calls == []}, calls=calls)"),
     ),
     # --- minifsdp_tools/learn/exercises.py ---
     Mutant(
