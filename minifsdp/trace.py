@@ -114,34 +114,33 @@ class Recorder:
     def all_gather_begins(self, unit: Any) -> None:
         """Appends the events of an all-gather of ``unit``."""
         layout = unit.layout
+        num_bytes = layout.num_bytes
         if layout.offloads:
+            of_shard = num_bytes // unit.plan.mesh.num_shards
+            self.begin("H2D", unit.name, num_bytes=of_shard)
+        if layout.group is not None:
             self.begin(
-                "H2D",
+                "AG",
                 unit.name,
-                num_bytes=layout.num_bytes // unit.plan.mesh.num_shards,
+                num_bytes=num_bytes,
+                ranks=layout.group.ranks,
+                dtype=layout.dtype,
+                stream="gather",
             )
-        group = layout.group
-        if group is not None:
-            facts = {
-                "num_bytes": layout.num_bytes,
-                "ranks": group.ranks,
-                "dtype": layout.dtype,
-                "stream": "gather",
-            }
-            self.begin("AG", unit.name, **facts)
 
     def reduction_begins(
         self, kind: str, reduction: Any, group: Any, stream: str
     ) -> Event:
         """Appends the event of a collective of a reduction."""
         sent = reduction.whole if kind == "RS" else reduction.local_shard
-        facts = {
-            "num_bytes": sent.nbytes,
-            "ranks": group.ranks,
-            "dtype": sent.dtype,
-            "stream": stream,
-        }
-        return self.begin(kind, reduction.layout.name, **facts)
+        return self.begin(
+            kind,
+            reduction.layout.name,
+            num_bytes=sent.nbytes,
+            ranks=group.ranks,
+            dtype=sent.dtype,
+            stream=stream,
+        )
 
     def order(self, *kinds: str) -> list[str]:
         """The events as strings such as ``"AG 0"``, all of them or only the given kinds, in order of issue."""

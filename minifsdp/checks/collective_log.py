@@ -37,7 +37,7 @@ from collections import Counter, deque
 from functools import lru_cache
 from pathlib import Path
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import torch.distributed as dist
@@ -63,15 +63,13 @@ class UnitName(str):
         number, used: as given.
     """
 
-    number: int
-    used: set[CollectiveSequence]
+    def __new__(cls, name: str, *_: Any) -> UnitName:
+        """Creates the string."""
+        return super().__new__(cls, name)
 
-    def __new__(cls, name: str, number: int, used: set[CollectiveSequence]) -> UnitName:
-        """Adds the attributes to an ordinary string."""
-        made = super().__new__(cls, name)
-        made.number = number
-        made.used = used
-        return made
+    def __init__(self, _: str, number: int, used: set[CollectiveSequence]) -> None:
+        self.number = number
+        self.used = used
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         """Makes a copy an ordinary string, because the copy does not belong to a root of this process."""
@@ -88,7 +86,7 @@ class CollectiveSequence:
     Attributes:
         ranks, process_group: its global ranks, and a weak reference to it, because it is the key of this sequence in
             the log.
-        entries: the last collectives, as plain tuples of the fields of `Entry`, which the garbage collector ignores.
+        entries: the last collectives, each a plain tuple, which the garbage collector ignores; see `Entry`.
         store: a weak reference to the store of the default process group.
         epoch, number: number of comparisons so far, and of collectives issued since the last one.
         digest, of_units: hashes of these collectives, and of the numbers of their units.
@@ -100,7 +98,7 @@ class CollectiveSequence:
         self.key = key
         self.ranks = group.ranks
         self.process_group: Any = weakref.ref(group.process_group)
-        self.entries: deque[tuple[Any, ...]] = deque(maxlen=MOST_ENTRIES)
+        self.entries: deque[Entry] = deque(maxlen=MOST_ENTRIES)
         self.epoch = self.number = self.digest = self.of_units = 0
         self.last_epoch = (-1, 0, 0, 0)
         self.transport = group.transport
@@ -135,50 +133,15 @@ Position = tuple[
     CollectiveSequence, int, int
 ]  # a sequence, an epoch, and a number in it
 Parts = tuple[int, ...]  # numbers of parameters
-
-
-class Entry(NamedTuple):
-    """One entry of the log.
-
-    Attributes:
-        kind: the name of the collective, ``"all-gather"``.
-        unit, parts: the unit, or ``None``, and the numbers of its parameters that have a gradient.
-        num_bytes: the size of the input or of the output, whichever is larger.
-        iteration: the iteration of this rank.
-        identity, of_unit: the values that the ranks compare: a hash of what all ranks have in common, and the number of
-            the unit in its root, -1 without a root.
-        group, epoch, number: its position: the key of the group's sequence, the epoch, and the number in it.
-        inside: the function that the program called; ``None`` if unknown.
-        code, line: the line of the program that called it. For a collective of a unit, this is the call of the
-            outermost forward or of the backward. ``None`` in a thread that the program did not start.
-    """
-
-    kind: str
-    unit: str | None
-    parts: Parts
-    num_bytes: int
-    iteration: int
-    identity: int
-    of_unit: int
-    group: str
-    epoch: int
-    number: int
-    inside: CodeType | None
-    code: CodeType | None
-    line: int | None
-
-    @property
-    def what(self) -> str:
-        """The collective as text: "all-gather of 'a' in forward"."""
-        unit = (
-            ""
-            if self.unit is None
-            else f" of {self.unit!r}"
-            if self.unit
-            else " of the root unit"
-        )
-        parts = f", its parameters {list(self.parts)}" if self.parts else ""
-        return f"{self.kind}{unit}{parts} in {called(self.inside)}"
+# One entry of the log:
+#
+# * the key of the group's sequence, the epoch, and the number in it;
+# * the name of the collective, the unit or ``None``, the numbers of the unit's parameters that have a gradient;
+# * the size of the input or of the output, whichever is larger, and the iteration of this rank;
+# * what the ranks compare: a hash of what all ranks have in common, and the number of the unit in its root, or -1;
+# * the `Place` in the program. For a collective of a unit, its line is the call of the outermost forward or of the
+#   backward. It is ``None`` in a thread that the program did not start.
+Entry = tuple[Any, ...]
 
 
 def where(code: CodeType | None, line: int | None) -> str:
@@ -197,6 +160,28 @@ def called(code: CodeType | None) -> str:
         if code.co_name == "__init__"
         else code.co_name
     )
+
+
+def place_as_text(
+    inside: CodeType | None, code: CodeType | None, line: int | None
+) -> str:
+    """A `Place` as text: ``in forward, train.py:88``; without a function if the program called none."""
+    if code is None:
+        return "outside of the program"
+    at = where(code, line)
+    return at if inside in (None, code) else f"in {called(inside)}, {at}"
+
+
+def as_line(entry: Entry) -> list[Any]:
+    """An entry as a line of a report, with texts for the collective, "all-gather of 'a' in forward", and the place."""
+    *position, kind, unit, parts, num_bytes, iteration, identity, of_unit = entry[:-3]
+    inside, code, line = entry[-3:]
+    which = "" if unit is None else f" of {unit!r}" if unit else " of the root unit"
+    if parts:
+        which += f", its parameters {list(parts)}"
+    what = f"{kind}{which} in {called(inside)}"
+    at = where(code, line)
+    return [*position, what, at, iteration, num_bytes, identity, of_unit]
 
 
 @lru_cache(maxsize=4096)
@@ -285,19 +270,9 @@ class CollectiveLog:
             if unit is not None and self.place is not None
             else self.place_in_program()
         )
-        position = (sequence.key, sequence.epoch, sequence.number)
+        entry = (kind, unit, parts, num_bytes, self.iteration, identity, of_unit)
         sequence.entries.append(
-            (
-                kind,
-                unit,
-                parts,
-                num_bytes,
-                self.iteration,
-                identity,
-                of_unit,
-                *position,
-                *place,
-            )
+            (sequence.key, sequence.epoch, sequence.number, *entry, *place)
         )
         self.latest = (sequence, sequence.epoch, sequence.number)
         sequence.number += 1

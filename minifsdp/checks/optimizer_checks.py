@@ -75,27 +75,17 @@ class OptimizerChecks:
             for group in optimizer.param_groups
             for parameter in group["params"]
         ]
-        number = len(parameters)
-        kind = type(optimizer).__name__
+        facts = {"number": len(parameters), "type": type(optimizer).__name__}
         if num_stale := sum(
             parameter in ownership.replaced for parameter in parameters
         ):
-            warn(
-                message(
-                    "stale-optimizer", num_stale=num_stale, number=number, type=kind
-                )
-            )
+            warn(message("stale-optimizer", num_stale=num_stale, **facts))
         held = set(parameters)
         if num_unsharded := sum(
             len(held.intersection(layout.leaves)) for layout in known
         ):
             warn(
-                message(
-                    "unsharded-in-optimizer",
-                    num_unsharded=num_unsharded,
-                    number=number,
-                    type=kind,
-                )
+                message("unsharded-in-optimizer", num_unsharded=num_unsharded, **facts)
             )
         managed = [layout.local_parameters for layout in known]
         with self._lock:
@@ -110,7 +100,7 @@ class OptimizerChecks:
         if is_whole and any(
             one.group and not one.shards_are_distributed for one in found
         ):
-            warn(message("whole-parameter-optimizer", type=kind))
+            warn(message("whole-parameter-optimizer", **facts))
         if found and optimizer not in self._with_hook:
             self._with_hook.add(optimizer)
             optimizer.register_state_dict_pre_hook(read_all)
@@ -119,30 +109,17 @@ class OptimizerChecks:
         """Issues a warning if parameters in ``unmanaged`` were added to a sharded model later."""
         if not unmanaged:
             return
-        known = self._names
         added = []
-        for module, names in list(known.items()):
-            new = [
-                (name, child)
-                for name, child in module.named_children()
-                if child not in known
+        # `named_modules` leaves out the modules of this set, and what is only below them.
+        known = set(self._names)
+        for module, names in list(self._names.items()):
+            known.discard(module)
+            added += [
+                f"{full_name(path, name)!r} of {type(module).__name__}"
+                for path, one in module.named_modules(known)
+                for name, parameter in one._parameters.items()
+                if parameter in unmanaged and (one is not module or name not in names)
             ]
-            below = [
-                place
-                for name, child in new
-                for place in child.named_modules(prefix=name)
-            ]
-            for path, one in [
-                ("", module),
-                *((path, one) for path, one in below if one not in known),
-            ]:
-                for name, parameter in one._parameters.items():
-                    if parameter in unmanaged and (
-                        one is not module or name not in names
-                    ):
-                        added.append(
-                            f"{full_name(path, name)!r} of {type(module).__name__}"
-                        )
         if added:
             warn(message("added-after-sharding", parameters=", ".join(added)))
 

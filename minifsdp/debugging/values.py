@@ -29,7 +29,7 @@ Spec: DEBUG-05, DEBUG-06.
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,7 +41,7 @@ from minifsdp.engine import collectives
 from minifsdp.engine.exchange import exchange, groups_of
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.hooks import IterationState
-from minifsdp.engine.layout import Gradient, Layout, full_name
+from minifsdp.engine.layout import Gradient, Layout, ParamInfo, full_name
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import detail, message
 from minifsdp.engine.per_param import PerParameterLayout
@@ -86,25 +86,22 @@ def _after_begin(
 
 
 def _after_gather(_: None, iteration: IterationState, unit: Unit) -> None:
-    if unit.phase is not Phase.FORWARD:
-        return
-    layout = unit.layout
-    for number, counts in _not_finite(
-        layout, [getattr(info.module, info.name) for info in layout.parameters]
-    ):
-        name = full_name(layout.name, layout.parameters[number].path)
-        _found[layout] = detail("parameter-not-finite", name=name, counts=counts)
+    if unit.phase is Phase.FORWARD:
+        infos = unit.layout.parameters
+        values = [getattr(info.module, info.name) for info in infos]
+        _record_first(unit.layout, "parameter-not-finite", values, _names(unit.layout, infos))
 
 
 def _after_module(
     _: bool, iteration: IterationState, unit: Unit, inputs: Any, output: Any
 ) -> None:
     outputs = list(tensors_in(output))
-    for number, counts in _not_finite(unit.layout, outputs):
-        which = f", tensor {number + 1} of {len(outputs)}," if len(outputs) > 1 else ""
-        _found[unit.layout] = detail(
-            "output-not-finite", which=which, unit=unit.name, counts=counts
-        )
+    num = len(outputs)
+    facts = (
+        {"which": f", tensor {i + 1} of {num}," if num > 1 else "", "unit": unit.name}
+        for i in range(num)
+    )
+    _record_first(unit.layout, "output-not-finite", outputs, facts)
 
 
 def _after_gradient(
@@ -112,24 +109,36 @@ def _after_gradient(
 ) -> None:
     if gradient is None:
         return
-    parts = gradient.parts
-    numbers = gradient.numbers
+    parts: Sequence[torch.Tensor] = gradient.parts
+    infos = [layout.parameters[number] for number in gradient.numbers]
     if isinstance(layout, FlatLayout):
         # One flat tensor, with padding after the last parameter.
-        parts = list(parts[0].split(layout.sharding.split_sizes))
-        numbers = list(range(len(layout.parameters)))
-    for number, counts in _not_finite(layout, parts[: len(numbers)]):
-        name = full_name(layout.name, layout.parameters[numbers[number]].path)
-        _found[layout] = detail("gradient-not-finite", name=name, counts=counts)
+        parts = parts[0].split(layout.sharding.split_sizes)[: len(layout.parameters)]
+        infos = list(layout.parameters)
+    _record_first(layout, "gradient-not-finite", parts, _names(layout, infos))
+
+
+def _names(layout: Layout, infos: Sequence[ParamInfo]) -> Iterator[dict[str, str]]:
+    return ({"name": full_name(layout.name, info.path)} for info in infos)
 
 
 @torch.no_grad()
-def _not_finite(
-    layout: Layout, tensors: Sequence[torch.Tensor]
-) -> list[tuple[int, str]]:
-    """The first tensor with values that are not finite: its number, and their counts. Empty after the first record."""
+def _record_first(
+    layout: Layout,
+    entry: str,
+    tensors: Sequence[torch.Tensor],
+    facts: Iterable[dict[str, str]],
+) -> None:
+    """Records the first tensor with values that are not finite, unless the unit has a record.
+
+    Args:
+        layout: the layout of the unit.
+        entry: the entry of the text.
+        tensors: the tensors to check.
+        facts: for each tensor, other values for the text.
+    """
     if layout in _found:
-        return []
+        return
     values = [local_tensor(tensor.detach()) for tensor in tensors]
     sums = [
         value.sum()
@@ -138,19 +147,15 @@ def _not_finite(
     ]
     # One check for all of them, so that the CPU waits for an accelerator only once.
     if not sums or bool(sum(sums[1:], sums[0]).isfinite()):
-        return []
-    for number, value in enumerate(values):
+        return
+    for value, facts_of_value in zip(values, facts, strict=False):
         num_nan = int(value.isnan().sum())
         num_inf = int(value.isinf().sum())
         # There may be none, because a sum of finite values can overflow.
         if num_nan or num_inf:
-            return [
-                (
-                    number,
-                    f"{num_nan} nan and {num_inf} inf among {value.numel()} values",
-                )
-            ]
-    return []
+            counts = f"{num_nan} nan and {num_inf} inf among {value.numel()} values"
+            _found[layout] = detail(entry, counts=counts, **facts_of_value)
+            return
 
 
 # --- where ranks agree ---

@@ -32,7 +32,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore
 
-from minifsdp.checks.collective_log import called, log, where
+from minifsdp.checks.collective_log import log, place_as_text
+from minifsdp.checks.place import Place
 from minifsdp.checks.rank_checks import read_all
 from minifsdp.engine.messages import MORE, NOT_THE_PROGRAM, message
 from minifsdp.ledger import write_report
@@ -68,8 +69,6 @@ def start() -> None:
 
 def _stop(_: Any) -> None:
     """Called when the default process group is destroyed."""
-    if sys.is_finalizing():
-        return
     watchdog = log.watchdog
     log.watchdog = None
     log.clear()
@@ -96,11 +95,9 @@ def _let_threads_finish() -> None:
     SIGABRT, ``terminate called without an active exception``, although all work is complete. No other code waits for
     these threads, because caches of DTensor keep the group alive even after ``destroy_process_group``.
     """
-    for _ in range(10):
-        time.sleep(0.05)
-        # On a machine with a high load, gloo's thread may still wait for a CPU.
-        if not report.another_thread_runs():
-            return
+    time.sleep(report.HASTE)
+    # On a machine with a high load, gloo's thread may still wait for a CPU.
+    report.comes_true(lambda: not report.another_thread_runs(), 0.45)
 
 
 def _leave_exit_record(watchdog: Watchdog) -> None:
@@ -140,15 +137,13 @@ def _leave_exit_record(watchdog: Watchdog) -> None:
 
 def _line_of(trace: TracebackType | None) -> str:
     """The line of the program that raised an error, and the function that it called."""
-    place = "outside of the program"
-    inside = None
+    place: Place = (None, None, None)
     for frame, line in traceback.walk_tb(trace):
         if frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THE_PROGRAM:
-            place = where(frame.f_code, line)
-            inside = None
-        elif inside is None:
-            inside = frame.f_code
-    return f"in {called(inside)}, {place}" if inside else place
+            place = (None, frame.f_code, line)
+        elif place[0] is None:
+            place = (frame.f_code, *place[1:])
+    return place_as_text(*place)
 
 
 def _is_of_backend(error: BaseException) -> bool:

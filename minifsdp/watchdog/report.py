@@ -37,7 +37,6 @@ publishes an *exit record*, a state that answers all questions.
 Spec: LEDGER-02, LEDGER-04, LEDGER-05, LEDGER-13, LEDGER-14, LEDGER-16, LEDGER-18, HEALTHY-01, HEALTHY-06.
 """
 
-import itertools
 import json
 import os
 import threading
@@ -51,11 +50,10 @@ import torch.distributed as dist
 
 from minifsdp.checks.collective_log import (
     CollectiveSequence,
-    Entry,
     Position,
-    called,
+    as_line,
     log,
-    where,
+    place_as_text,
 )
 from minifsdp.checks.place import way_out_of_main_thread
 from minifsdp.engine.messages import rank_of_this_process
@@ -91,9 +89,9 @@ def state_of_this_rank(ended: str = "", failed_at: str = "") -> State:
     return {
         "rank": rank_of_this_process(),
         "ended": ended,
-        "place": failed_at or _place_of_main_thread(),
+        "place": failed_at or place_as_text(*way_out_of_main_thread()),
         "iteration": log.iteration,
-        "last": Entry(*latest[0].entries[-1]).what
+        "last": as_line(latest[0].entries[-1])[3]
         if latest and latest[0].entries
         else "",
         "waits": work.about if work else "",
@@ -124,37 +122,16 @@ def state_of_lost(rank: int) -> State:
 def lines_of_this_rank() -> list[Line]:
     """The last collectives of this rank, in the current and the previous epoch of each sequence."""
     return [
-        [
-            e.group,
-            e.epoch,
-            e.number,
-            e.what,
-            where(e.code, e.line),
-            e.iteration,
-            e.num_bytes,
-            e.identity,
-            e.of_unit,
-        ]
+        as_line(entry)
         for sequence in _sequences()
-        for e in itertools.starmap(Entry, tuple(sequence.entries))
-        if e.epoch >= sequence.epoch - 1
+        for entry in tuple(sequence.entries)
+        if entry[1] >= sequence.epoch - 1
     ]
 
 
 def _sequences() -> list[CollectiveSequence]:
     """The sequences, copied in one step, because the main thread may create a sequence at the same time."""
     return list(log.sequences.data.values())  # type: ignore[attr-defined]
-
-
-def _place_of_main_thread() -> str:
-    inside, code, line = way_out_of_main_thread()
-    if code is None or inside is None:
-        return "outside of the program"
-    return (
-        where(code, line)
-        if inside is code
-        else f"in {called(inside)}, {where(code, line)}"
-    )
 
 
 def different_ranks(
@@ -166,11 +143,10 @@ def different_ranks(
         sequence, epoch: the position; an earlier epoch is chosen if another rank is still there.
         states: the states of all ranks; only those of the sequence's group are used.
     """
-    of_group = [(rank, state) for rank in sequence.ranks if (state := states.get(rank))]
     both_of = {
-        rank: both
-        for rank, state in of_group
-        if (both := state["sequences"].get(sequence.key))
+        rank: state["sequences"][sequence.key]
+        for rank in sequence.ranks
+        if (state := states.get(rank)) and sequence.key in state["sequences"]
     }
     epoch = min([epoch, *(now[0] for now, _ in both_of.values())])
     first: dict[Any, int] = {}
@@ -259,12 +235,12 @@ class Findings(NamedTuple):
         ):
             key, _, number = next(iter(found.values()))[:3]
             group = key.partition("#")[0]
-            lines.append(
-                f"The ranks diverge at collective {number} of group {group} since its last comparison:"
-            )
             lines += [
-                f"rank {rank}: {what} ({at})"
-                for rank, (_, _, _, what, at, *_) in found.items()
+                f"The ranks diverge at collective {number} of group {group} since its last comparison:",
+                *(
+                    f"rank {rank}: {line[3]} ({line[4]})"
+                    for rank, line in found.items()
+                ),
             ]
         return "\n".join([*lines, self.why]).rstrip()
 
@@ -306,6 +282,14 @@ class Findings(NamedTuple):
             for one, k in ((other, sequence.key), (mine, key))
         )
         return bool(others <= at and own <= there)
+
+
+def comes_true(condition: Callable[[], bool], limit: float) -> bool:
+    """Whether ``condition`` returns true at least once before ``limit`` seconds have passed."""
+    until = time.monotonic() + limit
+    while not (is_true := condition()) and time.monotonic() <= until:
+        time.sleep(HASTE)
+    return is_true
 
 
 # --- processes of this machine ---
@@ -452,34 +436,32 @@ class StoreChannel:
                     self._of_group.delete_key(key)
             self._call("delete_key", _DESTROYED)
             return
-        until = time.monotonic() + limit
-        counts = True
-        while self._call("check", [_DESTROYED]):
-            if time.monotonic() > until:
-                # The last rank deletes the keys only if it counts all others. It may be doing this at this moment.
-                if (
-                    not counts
-                    or int(self._call("add", _DESTROYED, -1)) != self.num_ranks - 1
-                ):
-                    return
-                until = until + limit
-                counts = False
-            time.sleep(HASTE)
+
+        def are_deleted() -> bool:
+            return not self._call("check", [_DESTROYED])
+
+        # The last rank deletes the keys only if it counts all others. It may be doing this when this rank leaves.
+        if (
+            not comes_true(are_deleted, limit)
+            and int(self._call("add", _DESTROYED, -1)) == self.num_ranks - 1
+        ):
+            comes_true(are_deleted, limit)
 
     def _answers(
         self, what: str, numbers: Mapping[int, int], limit: float
     ) -> dict[int, State | None]:
         found: dict[int, State | None] = dict.fromkeys(numbers)
-        until = time.monotonic() + limit
-        while True:
+
+        def are_complete() -> bool:
             self._meanwhile()
             for rank in [rank for rank, answer in found.items() if answer is None]:
                 answer = self._read(f"{rank}/{what}")
                 if answer is not None and answer["answers"] >= numbers[rank]:
                     found[rank] = answer
-            if None not in found.values() or time.monotonic() > until:
-                return found
-            time.sleep(HASTE)
+            return None not in found.values()
+
+        comes_true(are_complete, limit)
+        return found
 
     def _read(self, key: str) -> Any:
         """The value of ``key``, or ``None``."""

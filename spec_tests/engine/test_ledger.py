@@ -14,8 +14,8 @@ import time
 import weakref
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType, SimpleNamespace
-from typing import Any
+from types import CodeType, FrameType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from torch import nn
 
 import minifsdp
 from minifsdp.checks.collective import Collective
-from minifsdp.checks.collective_log import CollectiveLog, Entry, log
+from minifsdp.checks.collective_log import CollectiveLog, log
 from minifsdp.checks.place import way_out_of_main_thread
 from minifsdp.engine.events import events
 from minifsdp.engine.mesh import Group
@@ -41,9 +41,27 @@ from spec_tests.waiting import comes_true
 from spec_tools.benchmarks.without_ledger import without_ledger
 
 
-def entries() -> list[Entry]:
+class Fields(NamedTuple):
+    """The fields of an entry of the log."""
+
+    group: str
+    epoch: int
+    number: int
+    kind: str
+    unit: str | None
+    parts: tuple[int, ...]
+    num_bytes: int
+    iteration: int
+    identity: int
+    of_unit: int
+    inside: CodeType | None
+    code: CodeType | None
+    line: int | None
+
+
+def entries() -> list[Fields]:
     """The entries of all groups. In these tests, one group communicates."""
-    return [Entry(*fields) for sequence in log.sequences.values() for fields in sequence.entries]
+    return [Fields(*fields) for sequence in log.sequences.values() for fields in sequence.entries]
 
 
 def clear_entries() -> None:
@@ -446,8 +464,8 @@ def test_closing_a_group_that_torch_wraps_ends_its_waits(level: Any) -> None:
 @pytest.mark.spec("LEDGER-01")
 @pytest.mark.pure
 def test_log_entry_is_not_tracked_by_the_garbage_collector() -> None:
-    fields: Any = ("all-gather", "a", (), 4, 1, 5, 2, "0", 0, 0, inspect.currentframe().f_code, None, 1)  # type: ignore[union-attr]
-    assert len(fields) == len(Entry._fields)
+    fields: Any = ("0", 0, 0, "all-gather", "a", (), 4, 1, 5, 2, inspect.currentframe().f_code, None, 1)  # type: ignore[union-attr]
+    assert len(fields) == len(Fields._fields)
     gc.collect()
     assert not gc.is_tracked(fields)
 

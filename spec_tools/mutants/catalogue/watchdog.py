@@ -45,7 +45,7 @@ MUTANTS = [
         "an-infinite-value-is-finite",
         "DEBUG-05",
         "The debug check `values` does not report `inf`.",
-        replace("_not_finite", "$total.isfinite()", "$total.isnan().logical_not()"),
+        replace("_record_first", "$total.isfinite()", "$total.isnan().logical_not()"),
     ),
     Mutant(
         "error-about-values-leaves-a-forward",
