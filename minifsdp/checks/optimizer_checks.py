@@ -75,17 +75,27 @@ class OptimizerChecks:
             for group in optimizer.param_groups
             for parameter in group["params"]
         ]
-        facts = {"number": len(parameters), "type": type(optimizer).__name__}
+        number = len(parameters)
+        kind = type(optimizer).__name__
         if num_stale := sum(
             parameter in ownership.replaced for parameter in parameters
         ):
-            warn(message("stale-optimizer", num_stale=num_stale, **facts))
+            warn(
+                message(
+                    "stale-optimizer", num_stale=num_stale, number=number, type=kind
+                )
+            )
         held = set(parameters)
         if num_unsharded := sum(
             len(held.intersection(layout.leaves)) for layout in known
         ):
             warn(
-                message("unsharded-in-optimizer", num_unsharded=num_unsharded, **facts)
+                message(
+                    "unsharded-in-optimizer",
+                    num_unsharded=num_unsharded,
+                    number=number,
+                    type=kind,
+                )
             )
         managed = [layout.local_parameters for layout in known]
         with self._lock:
@@ -100,7 +110,7 @@ class OptimizerChecks:
         if is_whole and any(
             one.group and not one.shards_are_distributed for one in found
         ):
-            warn(message("whole-parameter-optimizer", **facts))
+            warn(message("whole-parameter-optimizer", type=kind))
         if found and optimizer not in self._with_hook:
             self._with_hook.add(optimizer)
             optimizer.register_state_dict_pre_hook(read_all)

@@ -42,8 +42,9 @@ Spec: NEW-19, ORDER-01 to ORDER-09, ORDER-12, ORDER-13, HEALTHY-01.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -85,13 +86,10 @@ class RankChecks:
     def __init__(self, units: Sequence[Unit]) -> None:
         # The sequences in which the units issued a collective since the last backward began.
         self._used = set[CollectiveSequence]()
-        numbers = Counter[MeshGroups]()
+        numbers = defaultdict[MeshGroups, Iterator[int]](count)
         for unit in units:
-            mesh = unit.plan.mesh
-            unit.name = unit.layout.name = UnitName(
-                unit.name, numbers[mesh], self._used
-            )
-            numbers[mesh] += 1
+            number = next(numbers[unit.plan.mesh])
+            unit.name = unit.layout.name = UnitName(unit.name, number, self._used)
         meshes = [plan.mesh for unit in units for plan in unit.plans]
         groups = [mesh.shard for mesh in meshes] + [mesh.replicate for mesh in meshes]
         self._groups = {

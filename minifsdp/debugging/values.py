@@ -29,7 +29,7 @@ Spec: DEBUG-05, DEBUG-06.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,7 +41,7 @@ from minifsdp.engine import collectives
 from minifsdp.engine.exchange import exchange, groups_of
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.hooks import IterationState
-from minifsdp.engine.layout import Gradient, Layout, ParamInfo, full_name
+from minifsdp.engine.layout import Gradient, Layout, full_name
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import detail, message
 from minifsdp.engine.per_param import PerParameterLayout
@@ -88,8 +88,15 @@ def _after_begin(
 def _after_gather(_: None, iteration: IterationState, unit: Unit) -> None:
     if unit.phase is Phase.FORWARD:
         infos = unit.layout.parameters
-        values = [getattr(info.module, info.name) for info in infos]
-        _record_first(unit.layout, "parameter-not-finite", values, _names(unit.layout, infos))
+        _record_first(
+            unit.layout,
+            [getattr(info.module, info.name) for info in infos],
+            lambda number, counts: detail(
+                "parameter-not-finite",
+                name=full_name(unit.layout.name, infos[number].path),
+                counts=counts,
+            ),
+        )
 
 
 def _after_module(
@@ -97,11 +104,16 @@ def _after_module(
 ) -> None:
     outputs = list(tensors_in(output))
     num = len(outputs)
-    facts = (
-        {"which": f", tensor {i + 1} of {num}," if num > 1 else "", "unit": unit.name}
-        for i in range(num)
+    _record_first(
+        unit.layout,
+        outputs,
+        lambda number, counts: detail(
+            "output-not-finite",
+            which=f", tensor {number + 1} of {num}," if num > 1 else "",
+            unit=unit.name,
+            counts=counts,
+        ),
     )
-    _record_first(unit.layout, "output-not-finite", outputs, facts)
 
 
 def _after_gradient(
@@ -112,30 +124,32 @@ def _after_gradient(
     parts: Sequence[torch.Tensor] = gradient.parts
     infos = [layout.parameters[number] for number in gradient.numbers]
     if isinstance(layout, FlatLayout):
-        # One flat tensor, with padding after the last parameter.
-        parts = parts[0].split(layout.sharding.split_sizes)[: len(layout.parameters)]
+        # One flat tensor, with padding after the last parameter, and no numbers.
         infos = list(layout.parameters)
-    _record_first(layout, "gradient-not-finite", parts, _names(layout, infos))
-
-
-def _names(layout: Layout, infos: Sequence[ParamInfo]) -> Iterator[dict[str, str]]:
-    return ({"name": full_name(layout.name, info.path)} for info in infos)
+        parts = parts[0].split(layout.sharding.split_sizes)[: len(infos)]
+    _record_first(
+        layout,
+        parts,
+        lambda number, counts: detail(
+            "gradient-not-finite",
+            name=full_name(layout.name, infos[number].path),
+            counts=counts,
+        ),
+    )
 
 
 @torch.no_grad()
 def _record_first(
     layout: Layout,
-    entry: str,
     tensors: Sequence[torch.Tensor],
-    facts: Iterable[dict[str, str]],
+    describe: Callable[[int, str], str],
 ) -> None:
     """Records the first tensor with values that are not finite, unless the unit has a record.
 
     Args:
         layout: the layout of the unit.
-        entry: the entry of the text.
         tensors: the tensors to check.
-        facts: for each tensor, other values for the text.
+        describe: returns the text for the number of a tensor and the counts of its values.
     """
     if layout in _found:
         return
@@ -148,13 +162,13 @@ def _record_first(
     # One check for all of them, so that the CPU waits for an accelerator only once.
     if not sums or bool(sum(sums[1:], sums[0]).isfinite()):
         return
-    for value, facts_of_value in zip(values, facts, strict=False):
+    for number, value in enumerate(values):
         num_nan = int(value.isnan().sum())
         num_inf = int(value.isinf().sum())
         # There may be none, because a sum of finite values can overflow.
         if num_nan or num_inf:
             counts = f"{num_nan} nan and {num_inf} inf among {value.numel()} values"
-            _found[layout] = detail(entry, counts=counts, **facts_of_value)
+            _found[layout] = describe(number, counts)
             return
 
 

@@ -17,12 +17,14 @@ Worked example: rank 1 raises ``ValueError: a bad batch`` and ends. The collecti
 
 *In torch:* ``torch.distributed.elastic`` writes the exception of a function that is marked with ``record`` to a file.
 
-Spec: LEDGER-05, LEDGER-07, LEDGER-08, LEDGER-19.
+Spec: LEDGER-05, LEDGER-07, LEDGER-08, LEDGER-17, LEDGER-19, LEDGER-20.
 """
 
 import atexit
+import json
 import os
 import sys
+import tempfile
 import time
 import traceback
 import weakref
@@ -35,11 +37,16 @@ from torch.distributed import FileStore, PrefixStore, TCPStore
 from minifsdp.checks.collective_log import log, place_as_text
 from minifsdp.checks.place import Place
 from minifsdp.checks.rank_checks import read_all
-from minifsdp.engine.messages import MORE, NOT_THE_PROGRAM, message
-from minifsdp.ledger import write_report
+from minifsdp.engine.messages import (
+    MORE,
+    NOT_THE_PROGRAM,
+    message,
+    rank_of_this_process,
+)
 from minifsdp.watchdog import report
 from minifsdp.watchdog.watchdog import Watchdog
 
+FOLDER = "MINIFSDP_LEDGER_DIR"  # the folder of report files
 # Characters of the text of an error. The store sends it to all ranks.
 _LONGEST = 10_000
 
@@ -133,6 +140,31 @@ def _leave_exit_record(watchdog: Watchdog) -> None:
     if watchdog.last is not None and watchdog.last.text() in said:
         print(write_report(watchdog.last), file=sys.stderr, flush=True)
     watchdog.leave(ended)
+
+
+def write_report(found: report.Findings) -> str:
+    """Writes the report to a new file, in `FOLDER` or in a new folder. Returns a line that names the file.
+
+    Only this user can read the file, because texts of exceptions may contain secrets.
+    """
+    if (folder := os.environ.get(FOLDER)) == "off":
+        return ""
+    contents = {"report": found.text(), "states": found.states, "lines": found.lists}
+    # Two jobs without an ID, two starts of a job, and two reports of a process use different files.
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none").replace("/", "_")
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    prefix = (
+        f"minifsdp-ledger-{run}-{restart}-rank{rank_of_this_process()}-{os.getpid()}-"
+    )
+    try:
+        folder = folder or tempfile.mkdtemp(prefix="minifsdp-")
+        with tempfile.NamedTemporaryFile(
+            "w", dir=folder, prefix=prefix, suffix=".json", delete=False
+        ) as file:
+            json.dump(contents, file)
+    except OSError as error:
+        return f"(the report could not be written to a file: {error})"
+    return f"To draw the report: python -m minifsdp.ledger {file.name}"
 
 
 def _line_of(trace: TracebackType | None) -> str:

@@ -222,14 +222,12 @@ class Watchdog:
     def _find_alone(self) -> report.Findings:
         """The findings if no other rank can be queried."""
         channel = self._channel
-        why = report.GONE if self._channel.is_gone else report.SILENT
-        states: dict[int, report.State | None] = {
-            channel.rank: report.state_of_this_rank(failed_at=self.failed_at)
-        }
-        if channel.of_host is not None:
-            states[channel.of_host["rank"]] = channel.of_host
+        mine = report.state_of_this_rank(failed_at=self.failed_at)
+        known = [mine] if channel.of_host is None else [mine, channel.of_host]
         return report.Findings(
-            states, {channel.rank: report.lines_of_this_rank()}, why=why
+            {state["rank"]: state for state in known},
+            {channel.rank: report.lines_of_this_rank()},
+            why=report.GONE if channel.is_gone else report.SILENT,
         )
 
     def _is_stuck(self) -> bool:

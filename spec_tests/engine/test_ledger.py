@@ -28,9 +28,14 @@ from minifsdp.checks.collective_log import CollectiveLog, log
 from minifsdp.checks.place import way_out_of_main_thread
 from minifsdp.engine.events import events
 from minifsdp.engine.mesh import Group
-from minifsdp.ledger import write_report
 from minifsdp.watchdog import process, report
-from minifsdp.watchdog.report import Findings, StoreChannel, lines_of_this_rank, state_of_this_rank
+from minifsdp.watchdog.process import write_report
+from minifsdp.watchdog.report import (
+    Findings,
+    StoreChannel,
+    lines_of_this_rank,
+    state_of_this_rank,
+)
 from minifsdp.watchdog.watchdog import LIMIT, PATIENCE, close
 from spec_tests.engine.small import draw, shard_each, square_loss, train_once, units_of
 from spec_tests.harness import device, ranks

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from minifsdp.checks.collective_log import CollectiveLog, CollectiveSequence
 from minifsdp.engine.mesh import Group
-from minifsdp.ledger import write_report
 from minifsdp.watchdog import process, watchdog
+from minifsdp.watchdog.process import write_report
 from minifsdp.watchdog.report import IN_ORDER, Findings, different_ranks
 from spec_tests.harness import device, ranks
 from spec_tests.subject import FullyShardedDataParallel as FSDP
