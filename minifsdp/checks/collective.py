@@ -97,7 +97,9 @@ class Collective:
         log.waiting = self
         try:
             if checks_size and on_cpu and sequence.transport is not None:
-                self._sizes_agree = sequence.transport.check_size(shape, sequence.epoch)
+                self._sizes_agree = sequence.transport.check_size(
+                    shape, self.position[1]
+                )
                 if self._sizes_agree is not None and kind != "all-gather":
                     self._read_sizes()
             self._work = issue(*arguments)
@@ -149,15 +151,13 @@ class Collective:
             return error
         if log.fatal_error:
             return RuntimeError(log.fatal_error)
-        ranks = list(self.position[0].ranks)
-        report = log.diagnosis(self.position)
         return RuntimeError(
             message(
                 "collective-failed",
                 what=self.about,
-                ranks=ranks,
+                ranks=list(self.position[0].ranks),
                 error=error,
-                report=report,
+                report=log.diagnosis(self.position),
             )
         )
 

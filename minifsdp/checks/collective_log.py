@@ -35,15 +35,13 @@ import sys
 import weakref
 from collections import Counter, deque
 from functools import lru_cache
-from pathlib import Path
-from types import CodeType
 from typing import Any
 from zlib import crc32
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from minifsdp.checks.place import Place, way_out, way_out_of_main_thread
+from minifsdp.checks.place import Place, called, way_out, way_out_of_main_thread, where
 from minifsdp.engine.events import events
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message
@@ -88,9 +86,9 @@ class CollectiveSequence:
             the log.
         entries: the last collectives, each a plain tuple, which the garbage collector ignores; see `Entry`.
         store: a weak reference to the store of the default process group.
-        epoch, number: number of comparisons so far, and of collectives issued since the last one.
-        digest, of_units: hashes of these collectives, and of the numbers of their units.
-        last_epoch: epoch, number and hashes of the previous epoch.
+        now: the epoch, which is the number of comparisons so far; the number of collectives since the last comparison;
+            the hash of these collectives, and of the numbers of their units. A tuple, because the watchdog reads it.
+        last_epoch: the same at the end of the previous epoch.
         transport: the transport between CPUs, or ``None``.
     """
 
@@ -99,7 +97,7 @@ class CollectiveSequence:
         self.ranks = group.ranks
         self.process_group: Any = weakref.ref(group.process_group)
         self.entries: deque[Entry] = deque(maxlen=MOST_ENTRIES)
-        self.epoch = self.number = self.digest = self.of_units = 0
+        self.now = (0, 0, 0, 0)
         self.last_epoch = (-1, 0, 0, 0)
         self.transport = group.transport
         # Only torch.distributed references the store, until the default group, and with it all groups, is destroyed.
@@ -107,20 +105,14 @@ class CollectiveSequence:
             c10d._get_default_store() if dist.is_initialized() else group.process_group
         )
 
-    @property
-    def now(self) -> tuple[int, int, int, int]:
-        """Epoch, number and hashes."""
-        return self.epoch, self.number, self.digest, self.of_units
-
     def begin_epoch(self) -> None:
         """Starts a new epoch, at the same position on all ranks."""
         self.last_epoch = self.now
-        self.epoch += 1
-        self.number = self.digest = self.of_units = 0
+        self.now = (self.now[0] + 1, 0, 0, 0)
 
     def undo(self, before: tuple[int, int, int, int]) -> None:
         """Removes the last entry, which no other rank has. Pass the earlier value of `now`."""
-        _, self.number, self.digest, self.of_units = before
+        self.now = before
         self.entries.pop()
 
     def forget_sizes(self) -> None:
@@ -142,34 +134,6 @@ Parts = tuple[int, ...]  # numbers of parameters
 # * the `Place` in the program. For a collective of a unit, its line is the call of the outermost forward or of the
 #   backward. It is ``None`` in a thread that the program did not start.
 Entry = tuple[Any, ...]
-
-
-def where(code: CodeType | None, line: int | None) -> str:
-    """A line of the program, ``train.py:88``."""
-    return f"{Path(code.co_filename).name}:{line}" if code else "a thread of autograd"
-
-
-def called(code: CodeType | None) -> str:
-    """The function that the program called: ``forward``, ``backward``, ``state_dict``, ``Linear()``."""
-    if code is None:
-        return "a thread"
-    if code.co_name == "__call__" or code.co_name.endswith("_call_impl"):
-        return "forward"
-    return (
-        f"{code.co_qualname.split('.')[-2:][0]}()"
-        if code.co_name == "__init__"
-        else code.co_name
-    )
-
-
-def place_as_text(
-    inside: CodeType | None, code: CodeType | None, line: int | None
-) -> str:
-    """A `Place` as text: ``in forward, train.py:88``; without a function if the program called none."""
-    if code is None:
-        return "outside of the program"
-    at = where(code, line)
-    return at if inside in (None, code) else f"in {called(inside)}, {at}"
 
 
 def as_line(entry: Entry) -> list[Any]:
@@ -262,20 +226,18 @@ class CollectiveLog:
         shape = _shape(kind, num_bytes, dtype)
         # Unlike the hash of a text, the hash of numbers is the same in all processes.
         identity = hash((shape, *parts))
-        sequence.digest = hash((sequence.digest, identity))
-        sequence.of_units = hash((sequence.of_units, of_unit))
         # 1. The units of a forward or of a backward share its place.
         place = (
             self.place
             if unit is not None and self.place is not None
             else self.place_in_program()
         )
+        epoch, number, digest, of_units = sequence.now
         entry = (kind, unit, parts, num_bytes, self.iteration, identity, of_unit)
-        sequence.entries.append(
-            (sequence.key, sequence.epoch, sequence.number, *entry, *place)
-        )
-        self.latest = (sequence, sequence.epoch, sequence.number)
-        sequence.number += 1
+        sequence.entries.append((sequence.key, epoch, number, *entry, *place))
+        digests = (hash((digest, identity)), hash((of_units, of_unit)))
+        sequence.now = (epoch, number + 1, *digests)
+        self.latest = (sequence, epoch, number)
         return self.latest, shape
 
     def place_in_program(self) -> Place:

@@ -151,9 +151,9 @@ class RankChecks:
             for sequence, group in groups.items():
                 # Kernels fill this tensor, one number after the other. A copy from the CPU would block the CPU.
                 mine = torch.full(
-                    (3,), sequence.digest, dtype=torch.int64, device=comm_streams.device
+                    (3,), sequence.now[2], dtype=torch.int64, device=comm_streams.device
                 )
-                mine[1] = sequence.of_units
+                mine[1] = sequence.now[3]
                 mine[2] = has_stepped
                 if self.is_strict or self._is_detailed:
                     mine[0] ^= mine[1]

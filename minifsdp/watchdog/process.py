@@ -34,8 +34,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore
 
-from minifsdp.checks.collective_log import log, place_as_text
-from minifsdp.checks.place import Place
+from minifsdp.checks.collective_log import log
+from minifsdp.checks.place import Place, place_as_text
 from minifsdp.checks.rank_checks import read_all
 from minifsdp.engine.messages import (
     MORE,
@@ -180,10 +180,10 @@ def _line_of(trace: TracebackType | None) -> str:
 
 def _is_of_backend(error: BaseException) -> bool:
     """Whether a collective of another package raised the error. Errors of gloo have no own type, but name a file."""
-    is_torch_s = isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo/" in str(error)
+    return MORE not in str(error) and (
+        isinstance(error, dist.DistError)
+        or (isinstance(error, RuntimeError) and "gloo/" in str(error))
     )
-    return is_torch_s and MORE not in str(error)
 
 
 class _ExitStatus:

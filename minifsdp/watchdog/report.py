@@ -53,9 +53,8 @@ from minifsdp.checks.collective_log import (
     Position,
     as_line,
     log,
-    place_as_text,
 )
-from minifsdp.checks.place import way_out_of_main_thread
+from minifsdp.checks.place import place_as_text, way_out_of_main_thread
 from minifsdp.engine.messages import rank_of_this_process
 
 State = dict[str, Any]
@@ -125,7 +124,7 @@ def lines_of_this_rank() -> list[Line]:
         as_line(entry)
         for sequence in _sequences()
         for entry in tuple(sequence.entries)
-        if entry[1] >= sequence.epoch - 1
+        if entry[1] >= sequence.now[0] - 1
     ]
 
 
@@ -234,9 +233,8 @@ class Findings(NamedTuple):
             both, key=lambda lines: next(iter(lines.values()))[2], default=None
         ):
             key, _, number = next(iter(found.values()))[:3]
-            group = key.partition("#")[0]
             lines += [
-                f"The ranks diverge at collective {number} of group {group} since its last comparison:",
+                f"The ranks diverge at collective {number} of group {key.partition('#')[0]} since its last comparison:",
                 *(
                     f"rank {rank}: {line[3]} ({line[4]})"
                     for rank, line in found.items()
@@ -365,7 +363,7 @@ class StoreChannel:
         """Asks all ranks for their state; returns the number of the question."""
         return int(self._call("add", "asked", 1))
 
-    def requests(self) -> tuple[int, int]:
+    def requests(self) -> dict[str, int]:
         """The number of questions so far, and how often other ranks asked for this rank's list."""
         counts = ["asked", f"{self.rank}/wanted", "host"]
         if not self._is_open:
@@ -378,21 +376,12 @@ class StoreChannel:
         if has_left and self.of_host is None:
             # Kept, because the store ends with its host.
             self.of_host = self._read(f"{_HOST}/state")
-        return asked, wanted
+        return {"state": asked, "list": wanted}
 
-    def publish_state(self, number: int, state: State) -> None:
-        """Publishes a state, usually of this rank, as the answer to all questions up to ``number``."""
-        self._call(
-            "set", f"{state['rank']}/state", json.dumps({**state, "answers": number})
-        )
-
-    def publish_list(self, number: int) -> None:
-        """Publishes this rank's last collectives for all requests up to ``number``."""
-        self._call(
-            "set",
-            f"{self.rank}/list",
-            json.dumps({"lines": lines_of_this_rank(), "answers": number}),
-        )
+    def publish(self, rank: int, what: str, number: int, answer: State) -> None:
+        """Publishes the state or the list of a rank, as the answer to all requests up to ``number``."""
+        text = json.dumps({**answer, "answers": number})
+        self._call("set", f"{rank}/{what}", text)
 
     def announce_exit(self) -> None:
         """Notifies all ranks that the host of the store exits; its exit record is already published."""
