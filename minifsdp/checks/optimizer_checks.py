@@ -97,11 +97,9 @@ class OptimizerChecks:
                     type=kind,
                 )
             )
-        managed = [layout.local_parameters for layout in known]
+        unmanaged = held.difference(*(layout.local_parameters for layout in known))
         with self._lock:
-            self._warn_if_added(
-                {one for one in held.difference(*managed) if one.requires_grad}
-            )
+            self._warn_if_added({one for one in unmanaged if one.requires_grad})
         is_whole = any(
             name in one.__name__.lower()
             for one in type(optimizer).__mro__

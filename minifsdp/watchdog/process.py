@@ -87,10 +87,10 @@ def _stop(_: Any) -> None:
 def at_exit() -> None:
     """Called when the program ends while the default process group exists."""
     atexit.unregister(at_exit)
-    if log.watchdog is not None and log.watchdog.is_of_this_process:
-        _leave_exit_record(log.watchdog)
     # The callback needs modules, which Python clears before it deletes the store.
     log.store = None
+    if log.watchdog is not None and log.watchdog.is_of_this_process:
+        _leave_exit_record(log.watchdog)
     _let_threads_finish()
 
 

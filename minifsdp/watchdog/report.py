@@ -248,22 +248,27 @@ class Findings(NamedTuple):
         On a CPU, a process that ends in order has sent everything that it issued. A process that failed may not have
         sent everything. On an accelerator, all kernels end with the process.
         """
-        sequence, epoch, number = position
+        sequence, *at = position
         ended = [
             state
             for rank in sequence.ranks
             if (state := self.states[rank]) and state["ended"]
         ]
-        reached = [
-            one["sequences"].get(sequence.key)
-            for one in ended
-            if on_cpu and one["ended"] == IN_ORDER
+        have_sent = [
+            state
+            for state in ended
+            if on_cpu
+            and state["ended"] == IN_ORDER
+            and state["sequences"].get(sequence.key, [[]])[0][:2] > at
         ]
-        crossed = on_cpu and any(
-            self._wait_for_each_other(position, rank) for rank in sequence.ranks
+        return (
+            bool(self.diverging)
+            or len(ended) > len(have_sent)
+            or (
+                on_cpu
+                and any(self._wait_for_each_other(position, r) for r in sequence.ranks)
+            )
         )
-        have_sent = sum(both[0][:2] > [epoch, number] for both in reached if both)
-        return crossed or bool(self.diverging) or len(ended) > have_sent
 
     def _wait_for_each_other(self, position: Position, rank: int) -> bool:
         """Whether ``rank`` waits for this rank in another group, and neither has issued the collective of the other."""
