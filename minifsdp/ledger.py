@@ -1,4 +1,4 @@
-"""Report files: a process that ends by a failed collective writes a file. ``python -m minifsdp.ledger FILE`` prints it.
+"""``python -m minifsdp.ledger FILE`` prints a report file, which a process that ends by a failed collective writes.
 
 The command prints the state of every rank, and below it the last collectives of the group, with one column for each
 rank and one line for each position. ``>`` marks the lines in which the ranks differ::
@@ -14,40 +14,10 @@ Spec: LEDGER-07, LEDGER-17, LEDGER-20.
 
 import argparse
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
-from minifsdp.engine.messages import rank_of_this_process
-from minifsdp.watchdog.report import IDENTITY, Findings
-
-FOLDER = "MINIFSDP_LEDGER_DIR"
-
-
-def write_report(found: Findings) -> str:
-    """Writes the report to a new file, in `FOLDER` or in a new folder. Returns a line that names the file.
-
-    Only this user can read the file, because texts of exceptions may contain secrets.
-    """
-    if (folder := os.environ.get(FOLDER)) == "off":
-        return ""
-    report = {"report": found.text(), "states": found.states, "lines": found.lists}
-    # Two jobs without an ID, two starts of a job, and two reports of a process use different files.
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "none").replace("/", "_")
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    prefix = (
-        f"minifsdp-ledger-{run}-{restart}-rank{rank_of_this_process()}-{os.getpid()}-"
-    )
-    try:
-        folder = folder or tempfile.mkdtemp(prefix="minifsdp-")
-        with tempfile.NamedTemporaryFile(
-            "w", dir=folder, prefix=prefix, suffix=".json", delete=False
-        ) as file:
-            json.dump(report, file)
-    except OSError as error:
-        return f"(the report could not be written to a file: {error})"
-    return f"To draw the report: python -m minifsdp.ledger {file.name}"
+from minifsdp.watchdog.report import IDENTITY
 
 
 def table_of(report: dict[str, Any], most: int) -> str:

@@ -1,9 +1,9 @@
 """Checks: observers of the engine that find mistakes of programs, for example ranks that issue different collectives.
 
 * ``attach.py`` attaches them. ``MINIFSDP_CHECKS=0`` runs a job without any of them.
-* ``collective_log.py`` has the order of the collectives of this rank, ``collective.py`` adds each collective to it.
+* ``collective_log.py`` has the order of the collectives of this rank, ``collective.py`` adds each collective to it, and
+  compares it before a state dict is saved or loaded.
 * ``rank_checks.py`` compares this order between the ranks at the end of each backward.
-* ``barrier.py`` compares it before a state dict is saved or loaded.
 * ``place.py`` finds the line of the program.
 * ``optimizer_checks.py`` finds optimizers with wrong parameters or wrong gradients.
 * ``ownership.py`` finds parameters of two units and models of two APIs.

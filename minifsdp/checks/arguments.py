@@ -35,8 +35,9 @@ def is_only_called_in_parts(module: nn.Module) -> bool:
 
     Other modules without a forward may have another method that issues the all-gather.
     """
-    lists = nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
-    return isinstance(module, lists) and type(module).forward is nn.Module.forward
+    return type(module).forward is nn.Module.forward and isinstance(
+        module, nn.ModuleList | nn.ModuleDict | nn.ParameterList | nn.ParameterDict
+    )
 
 
 @dataclass(frozen=True)
@@ -88,21 +89,19 @@ def _is_number(value: Any) -> bool:
 
 def _is_policy(value: Any, third: str) -> bool:
     """Whether ``value`` is an object with the two common dtypes of mixed precision, and the attribute ``third``."""
-    found = [
-        getattr(value, name, "missing")
-        for name in ("param_dtype", "reduce_dtype", third)
-    ]
     return not isinstance(value, type) and all(
-        isinstance(dtype, torch.dtype | None) for dtype in found
+        isinstance(getattr(value, name, "missing"), torch.dtype | None)
+        for name in ("param_dtype", "reduce_dtype", third)
     )
 
 
 def _is_optimizer_state(value: Any) -> bool:
     """Does not check that both keys exist. The loading code checks this and raises an error on all ranks."""
-    is_list = isinstance(value, Mapping) and isinstance(
-        value.get("param_groups", ()), list | tuple
+    return (
+        isinstance(value, Mapping)
+        and isinstance(value.get("param_groups", ()), list | tuple)
+        and isinstance(value.get("state", {}), Mapping)
     )
-    return is_list and isinstance(value.get("state", {}), Mapping)
 
 
 def _are_parameters(value: Any) -> bool:

@@ -10,8 +10,7 @@ Spec: NEW-19, LEDGER-01, CTOR-05.
 
 import os
 
-from minifsdp.checks.barrier import BarrierCheck
-from minifsdp.checks.collective import Collective
+from minifsdp.checks.collective import BarrierCheck, Collective
 from minifsdp.checks.optimizer_checks import OptimizerChecks
 from minifsdp.checks.rank_checks import RankChecks, read_all
 from minifsdp.engine.events import events, issue

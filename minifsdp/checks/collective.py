@@ -4,13 +4,15 @@
    order of collectives is new, because a wrong size ends the process in gloo.
 2. *While* the main thread waits for it, the watchdog can find out what it waits for.
 3. *If it fails*, the error contains the report of the watchdog about the other ranks.
+4. *A barrier* before a state dict is in the log while this rank waits. The ranks compare the collectives before it.
 
 Worked example: rank 1 ends before its all-gather of ``layers.2``. The error of rank 0 names the all-gather, the ranks
 of its group, and the line at which rank 1 has ended.
 
-*In torch:* the flight recorder and the watchdog of NCCL. Gloo has neither.
+*In torch:* the flight recorder and the watchdog of NCCL. Gloo has neither. Its ``monitored_barrier`` names missing
+ranks and does not compare collectives.
 
-Spec: LEDGER-02, LEDGER-03, LEDGER-11, ORDER-10.
+Spec: LEDGER-02, LEDGER-03, LEDGER-11, LEDGER-23, ORDER-10, ORDER-11, SD-FULL-03.
 """
 
 from collections.abc import Callable, Sequence
@@ -95,7 +97,9 @@ class Collective:
         log.waiting = self
         try:
             if checks_size and on_cpu and sequence.transport is not None:
-                self._sizes_agree = sequence.transport.check_size(shape, sequence.epoch)
+                self._sizes_agree = sequence.transport.check_size(
+                    shape, self.position[1]
+                )
                 if self._sizes_agree is not None and kind != "all-gather":
                     self._read_sizes()
             self._work = issue(*arguments)
@@ -147,15 +151,13 @@ class Collective:
             return error
         if log.fatal_error:
             return RuntimeError(log.fatal_error)
-        ranks = list(self.position[0].ranks)
-        report = log.diagnosis(self.position)
         return RuntimeError(
             message(
                 "collective-failed",
                 what=self.about,
-                ranks=ranks,
+                ranks=list(self.position[0].ranks),
                 error=error,
-                report=report,
+                report=log.diagnosis(self.position),
             )
         )
 
@@ -179,3 +181,47 @@ def ask(group: Group, answers: torch.Tensor, mine: torch.Tensor) -> Collective:
         (answers, mine, GATHER),
         checks_size=False,
     )
+
+
+class BarrierCheck:
+    """4. An observer of one barrier before a state dict. `Events.barrier` creates it.
+
+    Worked example: rank 1 saves another model before this one. Then the text `order` differs, and both ranks raise an
+    error with a report about the collectives at which they have parted.
+
+    Args:
+        group: the ranks that wait for each other.
+
+    Attributes:
+        order: a text that is equal on all ranks if they have issued the same collectives in the group.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._sequence = log.sequence_of(group)
+        self._before = self._sequence.now
+        self._position = (self._sequence, self._before[0], self._before[1])
+        self.order = "; collectives {} {} {}".format(*self._before)
+
+    def wait(self, wait: Callable[..., None], *arguments: Any) -> None:
+        """Calls ``wait``, with an entry in the log. ``wait`` raises `TimeoutError` if a rank does not arrive."""
+        Collective("barrier", self._group, [], wait, arguments, checks_size=False)
+
+    def is_over(self) -> bool:
+        """Whether no further collective can complete, so that this rank stops to wait."""
+        return bool(log.fatal_error)
+
+    def undo(self) -> str:
+        """Called if a rank has not arrived. Removes the entry, which the other ranks do not have. Returns a report.
+
+        Then all ranks can call again.
+        """
+        report = log.diagnosis(self._position)
+        self._sequence.undo(self._before)
+        return report
+
+    def begin_epoch(self) -> str:
+        """Called if the texts of the ranks differ. Returns the report about all ranks."""
+        report = log.diagnosis(self._position)
+        self._sequence.begin_epoch()
+        return report

@@ -35,15 +35,13 @@ import sys
 import weakref
 from collections import Counter, deque
 from functools import lru_cache
-from pathlib import Path
-from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import crc32
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from minifsdp.checks.place import Place, way_out, way_out_of_main_thread
+from minifsdp.checks.place import Place, called, way_out, way_out_of_main_thread, where
 from minifsdp.engine.events import events
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message
@@ -63,15 +61,13 @@ class UnitName(str):
         number, used: as given.
     """
 
-    number: int
-    used: set[CollectiveSequence]
+    def __new__(cls, name: str, *_: Any) -> UnitName:
+        """Creates the string."""
+        return super().__new__(cls, name)
 
-    def __new__(cls, name: str, number: int, used: set[CollectiveSequence]) -> UnitName:
-        """Adds the attributes to an ordinary string."""
-        made = super().__new__(cls, name)
-        made.number = number
-        made.used = used
-        return made
+    def __init__(self, _: str, number: int, used: set[CollectiveSequence]) -> None:
+        self.number = number
+        self.used = used
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         """Makes a copy an ordinary string, because the copy does not belong to a root of this process."""
@@ -88,11 +84,11 @@ class CollectiveSequence:
     Attributes:
         ranks, process_group: its global ranks, and a weak reference to it, because it is the key of this sequence in
             the log.
-        entries: the last collectives, as plain tuples of the fields of `Entry`, which the garbage collector ignores.
+        entries: the last collectives, each a plain tuple, which the garbage collector ignores; see `Entry`.
         store: a weak reference to the store of the default process group.
-        epoch, number: number of comparisons so far, and of collectives issued since the last one.
-        digest, of_units: hashes of these collectives, and of the numbers of their units.
-        last_epoch: epoch, number and hashes of the previous epoch.
+        now: the epoch, which is the number of comparisons so far; the number of collectives since the last comparison;
+            the hash of these collectives, and of the numbers of their units. A tuple, because the watchdog reads it.
+        last_epoch: the same at the end of the previous epoch.
         transport: the transport between CPUs, or ``None``.
     """
 
@@ -100,8 +96,8 @@ class CollectiveSequence:
         self.key = key
         self.ranks = group.ranks
         self.process_group: Any = weakref.ref(group.process_group)
-        self.entries: deque[tuple[Any, ...]] = deque(maxlen=MOST_ENTRIES)
-        self.epoch = self.number = self.digest = self.of_units = 0
+        self.entries: deque[Entry] = deque(maxlen=MOST_ENTRIES)
+        self.now = (0, 0, 0, 0)
         self.last_epoch = (-1, 0, 0, 0)
         self.transport = group.transport
         # Only torch.distributed references the store, until the default group, and with it all groups, is destroyed.
@@ -109,20 +105,14 @@ class CollectiveSequence:
             c10d._get_default_store() if dist.is_initialized() else group.process_group
         )
 
-    @property
-    def now(self) -> tuple[int, int, int, int]:
-        """Epoch, number and hashes."""
-        return self.epoch, self.number, self.digest, self.of_units
-
     def begin_epoch(self) -> None:
         """Starts a new epoch, at the same position on all ranks."""
         self.last_epoch = self.now
-        self.epoch += 1
-        self.number = self.digest = self.of_units = 0
+        self.now = (self.now[0] + 1, 0, 0, 0)
 
     def undo(self, before: tuple[int, int, int, int]) -> None:
         """Removes the last entry, which no other rank has. Pass the earlier value of `now`."""
-        _, self.number, self.digest, self.of_units = before
+        self.now = before
         self.entries.pop()
 
     def forget_sizes(self) -> None:
@@ -135,68 +125,27 @@ Position = tuple[
     CollectiveSequence, int, int
 ]  # a sequence, an epoch, and a number in it
 Parts = tuple[int, ...]  # numbers of parameters
+# One entry of the log:
+#
+# * the key of the group's sequence, the epoch, and the number in it;
+# * the name of the collective, the unit or ``None``, the numbers of the unit's parameters that have a gradient;
+# * the size of the input or of the output, whichever is larger, and the iteration of this rank;
+# * what the ranks compare: a hash of what all ranks have in common, and the number of the unit in its root, or -1;
+# * the `Place` in the program. For a collective of a unit, its line is the call of the outermost forward or of the
+#   backward. It is ``None`` in a thread that the program did not start.
+Entry = tuple[Any, ...]
 
 
-class Entry(NamedTuple):
-    """One entry of the log.
-
-    Attributes:
-        kind: the name of the collective, ``"all-gather"``.
-        unit, parts: the unit, or ``None``, and the numbers of its parameters that have a gradient.
-        num_bytes: the size of the input or of the output, whichever is larger.
-        iteration: the iteration of this rank.
-        identity, of_unit: the values that the ranks compare: a hash of what all ranks have in common, and the number of
-            the unit in its root, -1 without a root.
-        group, epoch, number: its position: the key of the group's sequence, the epoch, and the number in it.
-        inside: the function that the program called; ``None`` if unknown.
-        code, line: the line of the program that called it. For a collective of a unit, this is the call of the
-            outermost forward or of the backward. ``None`` in a thread that the program did not start.
-    """
-
-    kind: str
-    unit: str | None
-    parts: Parts
-    num_bytes: int
-    iteration: int
-    identity: int
-    of_unit: int
-    group: str
-    epoch: int
-    number: int
-    inside: CodeType | None
-    code: CodeType | None
-    line: int | None
-
-    @property
-    def what(self) -> str:
-        """The collective as text: "all-gather of 'a' in forward"."""
-        unit = (
-            ""
-            if self.unit is None
-            else f" of {self.unit!r}"
-            if self.unit
-            else " of the root unit"
-        )
-        parts = f", its parameters {list(self.parts)}" if self.parts else ""
-        return f"{self.kind}{unit}{parts} in {called(self.inside)}"
-
-
-def where(code: CodeType | None, line: int | None) -> str:
-    """A line of the program, ``train.py:88``."""
-    return f"{Path(code.co_filename).name}:{line}" if code else "a thread of autograd"
-
-
-def called(code: CodeType | None) -> str:
-    """The function that the program called: ``forward``, ``backward``, ``state_dict``, ``Linear()``."""
-    if code is None:
-        return "a thread"
-    if code.co_name == "__call__" or code.co_name.endswith("_call_impl"):
-        return "forward"
-    return (
-        f"{code.co_qualname.split('.')[-2:][0]}()"
-        if code.co_name == "__init__"
-        else code.co_name
-    )
+def as_line(entry: Entry) -> list[Any]:
+    """An entry as a line of a report, with texts for the collective, "all-gather of 'a' in forward", and the place."""
+    *position, kind, unit, parts, num_bytes, iteration, identity, of_unit = entry[:-3]
+    inside, code, line = entry[-3:]
+    which = "" if unit is None else f" of {unit!r}" if unit else " of the root unit"
+    if parts:
+        which += f", its parameters {list(parts)}"
+    what = f"{kind}{which} in {called(inside)}"
+    at = where(code, line)
+    return [*position, what, at, iteration, num_bytes, identity, of_unit]
 
 
 @lru_cache(maxsize=4096)
@@ -277,30 +226,18 @@ class CollectiveLog:
         shape = _shape(kind, num_bytes, dtype)
         # Unlike the hash of a text, the hash of numbers is the same in all processes.
         identity = hash((shape, *parts))
-        sequence.digest = hash((sequence.digest, identity))
-        sequence.of_units = hash((sequence.of_units, of_unit))
         # 1. The units of a forward or of a backward share its place.
         place = (
             self.place
             if unit is not None and self.place is not None
             else self.place_in_program()
         )
-        position = (sequence.key, sequence.epoch, sequence.number)
-        sequence.entries.append(
-            (
-                kind,
-                unit,
-                parts,
-                num_bytes,
-                self.iteration,
-                identity,
-                of_unit,
-                *position,
-                *place,
-            )
-        )
-        self.latest = (sequence, sequence.epoch, sequence.number)
-        sequence.number += 1
+        epoch, number, digest, of_units = sequence.now
+        entry = (kind, unit, parts, num_bytes, self.iteration, identity, of_unit)
+        sequence.entries.append((sequence.key, epoch, number, *entry, *place))
+        digests = (hash((digest, identity)), hash((of_units, of_unit)))
+        sequence.now = (epoch, number + 1, *digests)
+        self.latest = (sequence, epoch, number)
         return self.latest, shape
 
     def place_in_program(self) -> Place:

@@ -51,12 +51,12 @@ def check_not_in_ddp(units: Sequence[Unit]) -> None:
     if around is None or not torch.is_grad_enabled():
         return
     ranks = dist.get_process_group_ranks(around.process_group)
-    owned = [
-        unit.layout.local_parameters
+    apart = {
+        parameter
         for unit in units
         if not _covers(unit.plans[0].mesh, ranks)
-    ]
-    apart = {parameter for parameters in owned for parameter in parameters}
+        for parameter in unit.layout.local_parameters
+    }
     for name, parameter in around.module.named_parameters():
         if (
             parameter in apart
@@ -68,7 +68,6 @@ def check_not_in_ddp(units: Sequence[Unit]) -> None:
 
 def _covers(mesh: MeshGroups, ranks: Sequence[int]) -> bool:
     """Whether a mean over a mesh is a mean over all of ``ranks``, as far as this rank's two groups show."""
-    known = {dist.get_rank()}
-    for group in (mesh.shard, mesh.replicate):
-        known |= set() if group is None else set(group.ranks)
+    groups = filter(None, (mesh.shard, mesh.replicate))
+    known = {dist.get_rank()}.union(*(group.ranks for group in groups))
     return mesh.num_ranks == dist.get_world_size() or known.issuperset(ranks)

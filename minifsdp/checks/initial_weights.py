@@ -78,16 +78,19 @@ def compare(
     }
     all_ranks = exchange(groups_of([mesh]), mine)
     first = min(all_ranks)
-    lines = []
-    for path, number in all_ranks[first].items():
-        if differ := [
+    differing = {
+        path: [
             str(rank)
-            for rank, numbers in all_ranks.items()
-            if numbers.get(path) != number
-        ]:
-            lines.append(
-                detail("rank-differs", path=path, ranks=some(differ), first=first)
-            )
+            for rank, of_rank in all_ranks.items()
+            if of_rank.get(path) != number
+        ]
+        for path, number in all_ranks[first].items()
+    }
+    lines = [
+        detail("rank-differs", path=path, ranks=some(ranks), first=first)
+        for path, ranks in differing.items()
+        if ranks
+    ]
     if lines:
         warn(message("initial-weights-differ", unit=unit, lines="; ".join(lines)))
 

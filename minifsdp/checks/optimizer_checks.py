@@ -97,11 +97,9 @@ class OptimizerChecks:
                     type=kind,
                 )
             )
-        managed = [layout.local_parameters for layout in known]
+        unmanaged = held.difference(*(layout.local_parameters for layout in known))
         with self._lock:
-            self._warn_if_added(
-                {one for one in held.difference(*managed) if one.requires_grad}
-            )
+            self._warn_if_added({one for one in unmanaged if one.requires_grad})
         is_whole = any(
             name in one.__name__.lower()
             for one in type(optimizer).__mro__
@@ -119,30 +117,17 @@ class OptimizerChecks:
         """Issues a warning if parameters in ``unmanaged`` were added to a sharded model later."""
         if not unmanaged:
             return
-        known = self._names
         added = []
-        for module, names in list(known.items()):
-            new = [
-                (name, child)
-                for name, child in module.named_children()
-                if child not in known
+        # `named_modules` leaves out the modules of this set, and what is only below them.
+        known = set(self._names)
+        for module, names in list(self._names.items()):
+            known.discard(module)
+            added += [
+                f"{full_name(path, name)!r} of {type(module).__name__}"
+                for path, one in module.named_modules(known)
+                for name, parameter in one._parameters.items()
+                if parameter in unmanaged and (one is not module or name not in names)
             ]
-            below = [
-                place
-                for name, child in new
-                for place in child.named_modules(prefix=name)
-            ]
-            for path, one in [
-                ("", module),
-                *((path, one) for path, one in below if one not in known),
-            ]:
-                for name, parameter in one._parameters.items():
-                    if parameter in unmanaged and (
-                        one is not module or name not in names
-                    ):
-                        added.append(
-                            f"{full_name(path, name)!r} of {type(module).__name__}"
-                        )
         if added:
             warn(message("added-after-sharding", parameters=", ".join(added)))
 

@@ -45,15 +45,13 @@ def check_free(parameters: Mapping[nn.Parameter, ParamInfo]) -> None:
     """
     for parameter, first in parameters.items():
         for info in first.attributes:
-            known = _places.get(info.module, {})
-            if info.name in known:
-                kind = type(info.module).__name__
+            if first_path := _places.get(info.module, {}).get(info.name):
                 raise ValueError(
                     message(
                         "outer-before-inner",
                         path=info.path,
-                        type=kind,
-                        first=known[info.name],
+                        type=type(info.module).__name__,
+                        first=first_path,
                     )
                 )
         if parameter in taken:
@@ -87,8 +85,7 @@ def check_one_api(module: nn.Module, api: str) -> None:
         ValueError: if a submodule was sharded through another API.
     """
     for name, inner in module.named_modules():
-        other = _apis.get(inner, api)
-        if other != api:
+        if (other := _apis.get(inner, api)) != api:
             raise ValueError(
                 message(
                     "two-apis",

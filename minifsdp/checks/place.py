@@ -10,6 +10,7 @@ Spec: LEDGER-02.
 
 import sys
 import threading
+from pathlib import Path
 from types import CodeType, FrameType
 
 from minifsdp.engine.messages import NOT_THE_PROGRAM
@@ -39,3 +40,31 @@ def way_out(frame: FrameType | None) -> Place:
 def way_out_of_main_thread() -> Place:
     """The place in the program where the main thread is."""
     return way_out(sys._current_frames().get(threading.main_thread().ident or 0))
+
+
+def where(code: CodeType | None, line: int | None) -> str:
+    """A line of the program, ``train.py:88``."""
+    return f"{Path(code.co_filename).name}:{line}" if code else "a thread of autograd"
+
+
+def called(code: CodeType | None) -> str:
+    """The function that the program called: ``forward``, ``backward``, ``state_dict``, ``Linear()``."""
+    if code is None:
+        return "a thread"
+    if code.co_name == "__call__" or code.co_name.endswith("_call_impl"):
+        return "forward"
+    return (
+        f"{code.co_qualname.split('.')[-2:][0]}()"
+        if code.co_name == "__init__"
+        else code.co_name
+    )
+
+
+def place_as_text(
+    inside: CodeType | None, code: CodeType | None, line: int | None
+) -> str:
+    """A `Place` as text: ``in forward, train.py:88``; without a function if the program called none."""
+    if code is None:
+        return "outside of the program"
+    at = where(code, line)
+    return at if inside in (None, code) else f"in {called(inside)}, {at}"

@@ -42,8 +42,9 @@ Spec: NEW-19, ORDER-01 to ORDER-09, ORDER-12, ORDER-13, HEALTHY-01.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import count
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -89,13 +90,10 @@ class RankChecks:
     def __init__(self, units: Sequence[Unit]) -> None:
         # The sequences in which the units issued a collective since the last backward began.
         self._used = set[CollectiveSequence]()
-        numbers = Counter[MeshGroups]()
+        numbers = defaultdict[MeshGroups, Iterator[int]](count)
         for unit in units:
-            mesh = unit.plans[0].mesh
-            unit.name = unit.layout.name = UnitName(
-                unit.name, numbers[mesh], self._used
-            )
-            numbers[mesh] += 1
+            number = next(numbers[unit.plans[0].mesh])
+            unit.name = unit.layout.name = UnitName(unit.name, number, self._used)
         meshes = [plan.mesh for unit in units for plan in unit.plans]
         groups = [mesh.shard for mesh in meshes] + [mesh.replicate for mesh in meshes]
         self._groups = {
@@ -104,12 +102,11 @@ class RankChecks:
         self._is_detailed = (
             dist.is_initialized() and get_debug_level() == DebugLevel.DETAIL
         )
-        # The questions, the answers of the last group, and an accelerator's event after them.
-        self._asked: list[Collective] = []
-        self._answers: Any = None
-        self._arrived: Any = None
-        # Number of steps of all optimizers, and of those of this root, when the questions were issued.
-        self._num_steps = self._num_own_steps = 0
+        # The questions, the answers of the last group, an accelerator's event after them, and the number of steps of
+        # all optimizers when they were issued.
+        self._asked: tuple[list[Collective], torch.Tensor, Any, int] | None = None
+        # The number of steps of this root's optimizers at that time.
+        self._num_own_steps = 0
         self._has_warned_of_steps = self._has_warned_of_units = False
         # The ID of the running backward, and the groups of other roots for which this one compares at its end.
         self._graph_task = -1
@@ -148,49 +145,52 @@ class RankChecks:
             self._used.add(log.sequence_of(group))
         if not (groups := self._groups_to_ask()):
             return
-        if self._asked:
-            self.read_now()
+        self.read_now()
         has_stepped = num_steps != self._num_own_steps
         self._num_own_steps = num_steps
-        self._num_steps = log.num_steps
+        asked: list[Collective] = []
+        answers: Any = None
+        arrived: Any = None
         with _disable_current_modes(), comm_streams.all_gather as comm_stream:
-            for sequence, group in groups:
+            for sequence, group in groups.items():
                 # Kernels fill this tensor, one number after the other. A copy from the CPU would block the CPU.
                 mine = torch.full(
-                    (3,), sequence.digest, dtype=torch.int64, device=comm_streams.device
+                    (3,), sequence.now[2], dtype=torch.int64, device=comm_streams.device
                 )
-                mine[1] = sequence.of_units
+                mine[1] = sequence.now[3]
                 mine[2] = has_stepped
                 if self.is_strict or self._is_detailed:
                     mine[0] ^= mine[1]
-                if self._asked:
+                if asked:
                     # 3. If the hashes of the last group differ, those of the next group must differ as well.
-                    self._asked[-1].wait()
-                    mine[:2] += _differ(self._answers) * (group.rank + 1)
-                answers = mine.repeat(group.size)
-                self._asked.append(ask(group, answers, mine))
-                self._answers = answers.view(group.size, 3)
+                    asked[-1].wait()
+                    mine[:2] += _differ(answers) * (group.rank + 1)
+                answers = mine.repeat(group.size).view(group.size, 3)
+                asked.append(ask(group, answers.view(-1), mine))
                 sequence.begin_epoch()
             if comm_stream.stream is not None:
-                self._asked[-1].wait()
-                self._answers = self._answers.to("cpu", non_blocking=True)
-                self._arrived = events.last_event = comm_stream.stream.record_event()
+                asked[-1].wait()
+                answers = answers.to("cpu", non_blocking=True)
+                arrived = events.last_event = comm_stream.stream.record_event()
                 self.unread.append(self)
+        self._asked = (asked, answers, arrived, log.num_steps)
 
-    def _groups_to_ask(self) -> list[tuple[CollectiveSequence, Group]]:
+    def _groups_to_ask(self) -> dict[CollectiveSequence, Group]:
         """The groups in which this backward issued a collective; none while another root of it has not ended."""
+        mine = {
+            sequence: group
+            for sequence, group in self._groups.items()
+            if sequence in self._used
+        }
+        used = mine | self._of_others
         # 2. Another root of this backward has not ended.
         others = self.in_backward.get(self._graph_task, weakref.WeakSet[RankChecks]())
         others.discard(self)
         for last in list(others)[:1]:
-            last._used |= self._used
-            last._of_others |= self._of_others | self._groups
-            return []
+            last._of_others |= used
+            return {}
         self.in_backward.pop(self._graph_task, None)
-        known = (self._groups | self._of_others).items()
-        return [
-            (sequence, group) for sequence, group in known if sequence in self._used
-        ]
+        return used
 
     def reduced(self) -> None:
         """Reads the answer. Does nothing on an accelerator.
@@ -198,7 +198,7 @@ class RankChecks:
         Raises:
             RuntimeError: if the ranks issued different collectives.
         """
-        if self._arrived is None:
+        if self._asked is not None and self._asked[2] is None:
             self.read_now()
 
     @_disable_current_modes()
@@ -208,21 +208,19 @@ class RankChecks:
         Raises:
             RuntimeError: if the ranks issued different collectives.
         """
-        asked = self._asked
-        self._asked = []
-        arrived = self._arrived
-        self._arrived = None
-        if not asked:
+        if self._asked is None:
             return
+        asked, answers, arrived, num_steps = self._asked
+        self._asked = None
         if arrived is not None:
             self.unread.remove(self)
             arrived.synchronize()
         asked[-1].wait()
-        is_wrong, has_other_units = _differ(self._answers).tolist()
+        is_wrong, has_other_units = _differ(answers).tolist()
         if is_wrong:
             for question in asked:
                 question.position[0].forget_sizes()
-            number = log.num_steps - self._num_steps
+            number = log.num_steps - num_steps
             when = (
                 "no step was taken",
                 "one step was taken since",
@@ -234,7 +232,7 @@ class RankChecks:
         if has_other_units and not self._has_warned_of_units:
             self._has_warned_of_units = True
             warn(message("units-differ", report=_report(asked)))
-        have_stepped = self._answers[:, 2].tolist()
+        have_stepped = answers[:, 2].tolist()
         if len(set(have_stepped)) > 1 and not self._has_warned_of_steps:
             self._has_warned_of_steps = True
             both = zip(asked[-1].position[0].ranks, have_stepped, strict=True)

@@ -92,13 +92,12 @@ def check_modules(
         if is_sharded(module):
             raise AssertionError(message("sharded-twice", type=type(module).__name__))
         ownership.check_one_api(module, "fully_shard")
-    inside = [
+    if inside := [
         one
         for one in modules
         for other in modules
         if other is not one and one in set(other.modules())
-    ]
-    if inside:
+    ]:
         raise ValueError(message("nested-in-list", type=type(inside[0]).__name__))
 
 

@@ -1,1 +1,1 @@
-"""Optional checks that cost time, off by default: ``minifsdp.debug()``."""
+"""Observers that are off by default: the checks of ``minifsdp.debug()``, which cost time, and the event recorder."""

@@ -142,10 +142,9 @@ def _refuse_unset(modules: Sequence[nn.Module], root_state: RootState) -> None:
     ).items():
         for name in names:
             ranks_of.setdefault(name, []).append(str(rank))
-    if ranks_of:
-        names = [
-            f"{name!r} (rank {', '.join(ranks)})" for name, ranks in ranks_of.items()
-        ]
+    if names := [
+        f"{name!r} (rank {', '.join(ranks)})" for name, ranks in ranks_of.items()
+    ]:
         raise RuntimeError(message("used-unset", names=some(names)))
 
 

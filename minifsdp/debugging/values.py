@@ -86,25 +86,34 @@ def _after_begin(
 
 
 def _after_gather(_: None, iteration: IterationState, unit: Unit) -> None:
-    if unit.phase is not Phase.FORWARD:
-        return
-    layout = unit.layout
-    for number, counts in _not_finite(
-        layout, [getattr(info.module, info.name) for info in layout.parameters]
-    ):
-        name = full_name(layout.name, layout.parameters[number].path)
-        _found[layout] = detail("parameter-not-finite", name=name, counts=counts)
+    if unit.phase is Phase.FORWARD:
+        infos = unit.layout.parameters
+        _record_first(
+            unit.layout,
+            [getattr(info.module, info.name) for info in infos],
+            lambda number, counts: detail(
+                "parameter-not-finite",
+                name=full_name(unit.layout.name, infos[number].path),
+                counts=counts,
+            ),
+        )
 
 
 def _after_module(
     _: bool, iteration: IterationState, unit: Unit, inputs: Any, output: Any
 ) -> None:
     outputs = list(tensors_in(output))
-    for number, counts in _not_finite(unit.layout, outputs):
-        which = f", tensor {number + 1} of {len(outputs)}," if len(outputs) > 1 else ""
-        _found[unit.layout] = detail(
-            "output-not-finite", which=which, unit=unit.name, counts=counts
-        )
+    num = len(outputs)
+    _record_first(
+        unit.layout,
+        outputs,
+        lambda number, counts: detail(
+            "output-not-finite",
+            which=f", tensor {number + 1} of {num}," if num > 1 else "",
+            unit=unit.name,
+            counts=counts,
+        ),
+    )
 
 
 def _after_gradient(
@@ -112,24 +121,38 @@ def _after_gradient(
 ) -> None:
     if gradient is None:
         return
-    parts = gradient.parts
-    numbers = gradient.numbers
+    parts: Sequence[torch.Tensor] = gradient.parts
+    infos = [layout.parameters[number] for number in gradient.numbers]
     if isinstance(layout, FlatLayout):
-        # One flat tensor, with padding after the last parameter.
-        parts = list(parts[0].split(layout.sharding.split_sizes))
-        numbers = list(range(len(layout.parameters)))
-    for number, counts in _not_finite(layout, parts[: len(numbers)]):
-        name = full_name(layout.name, layout.parameters[numbers[number]].path)
-        _found[layout] = detail("gradient-not-finite", name=name, counts=counts)
+        # One flat tensor, with padding after the last parameter, and no numbers.
+        infos = list(layout.parameters)
+        parts = parts[0].split(layout.sharding.split_sizes)[: len(infos)]
+    _record_first(
+        layout,
+        parts,
+        lambda number, counts: detail(
+            "gradient-not-finite",
+            name=full_name(layout.name, infos[number].path),
+            counts=counts,
+        ),
+    )
 
 
 @torch.no_grad()
-def _not_finite(
-    layout: Layout, tensors: Sequence[torch.Tensor]
-) -> list[tuple[int, str]]:
-    """The first tensor with values that are not finite: its number, and their counts. Empty after the first record."""
+def _record_first(
+    layout: Layout,
+    tensors: Sequence[torch.Tensor],
+    describe: Callable[[int, str], str],
+) -> None:
+    """Records the first tensor with values that are not finite, unless the unit has a record.
+
+    Args:
+        layout: the layout of the unit.
+        tensors: the tensors to check.
+        describe: returns the text for the number of a tensor and the counts of its values.
+    """
     if layout in _found:
-        return []
+        return
     values = [local_tensor(tensor.detach()) for tensor in tensors]
     sums = [
         value.sum()
@@ -138,19 +161,15 @@ def _not_finite(
     ]
     # One check for all of them, so that the CPU waits for an accelerator only once.
     if not sums or bool(sum(sums[1:], sums[0]).isfinite()):
-        return []
+        return
     for number, value in enumerate(values):
         num_nan = int(value.isnan().sum())
         num_inf = int(value.isinf().sum())
         # There may be none, because a sum of finite values can overflow.
         if num_nan or num_inf:
-            return [
-                (
-                    number,
-                    f"{num_nan} nan and {num_inf} inf among {value.numel()} values",
-                )
-            ]
-    return []
+            counts = f"{num_nan} nan and {num_inf} inf among {value.numel()} values"
+            _found[layout] = describe(number, counts)
+            return
 
 
 # --- where ranks agree ---

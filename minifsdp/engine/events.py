@@ -122,7 +122,7 @@ class Events:
         optimizers: observers of optimizers.
         transport: returns the transport for the CPU tensors of a process group, or ``None``.
         last_event: the accelerator event after the last work on a communication stream.
-        recorder: the `Recorder` of ``trace.py`` that is installed, or ``None``.
+        recorder: the `Recorder` of ``debugging/trace.py`` that is installed, or ``None``.
     """
 
     def __init__(self) -> None:

@@ -17,12 +17,14 @@ Worked example: rank 1 raises ``ValueError: a bad batch`` and ends. The collecti
 
 *In torch:* ``torch.distributed.elastic`` writes the exception of a function that is marked with ``record`` to a file.
 
-Spec: LEDGER-05, LEDGER-07, LEDGER-08, LEDGER-19.
+Spec: LEDGER-05, LEDGER-07, LEDGER-08, LEDGER-17, LEDGER-19, LEDGER-20.
 """
 
 import atexit
+import json
 import os
 import sys
+import tempfile
 import time
 import traceback
 import weakref
@@ -32,13 +34,19 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import FileStore, PrefixStore, TCPStore
 
-from minifsdp.checks.collective_log import called, log, where
+from minifsdp.checks.collective_log import log
+from minifsdp.checks.place import Place, place_as_text
 from minifsdp.checks.rank_checks import read_all
-from minifsdp.engine.messages import MORE, NOT_THE_PROGRAM, message
-from minifsdp.ledger import write_report
+from minifsdp.engine.messages import (
+    MORE,
+    NOT_THE_PROGRAM,
+    message,
+    rank_of_this_process,
+)
 from minifsdp.watchdog import report
 from minifsdp.watchdog.watchdog import Watchdog
 
+FOLDER = "MINIFSDP_LEDGER_DIR"  # the folder of report files
 # Characters of the text of an error. The store sends it to all ranks.
 _LONGEST = 10_000
 
@@ -68,8 +76,6 @@ def start() -> None:
 
 def _stop(_: Any) -> None:
     """Called when the default process group is destroyed."""
-    if sys.is_finalizing():
-        return
     watchdog = log.watchdog
     log.watchdog = None
     log.clear()
@@ -81,10 +87,10 @@ def _stop(_: Any) -> None:
 def at_exit() -> None:
     """Called when the program ends while the default process group exists."""
     atexit.unregister(at_exit)
-    if log.watchdog is not None and log.watchdog.is_of_this_process:
-        _leave_exit_record(log.watchdog)
     # The callback needs modules, which Python clears before it deletes the store.
     log.store = None
+    if log.watchdog is not None and log.watchdog.is_of_this_process:
+        _leave_exit_record(log.watchdog)
     _let_threads_finish()
 
 
@@ -96,11 +102,9 @@ def _let_threads_finish() -> None:
     SIGABRT, ``terminate called without an active exception``, although all work is complete. No other code waits for
     these threads, because caches of DTensor keep the group alive even after ``destroy_process_group``.
     """
-    for _ in range(10):
-        time.sleep(0.05)
-        # On a machine with a high load, gloo's thread may still wait for a CPU.
-        if not report.another_thread_runs():
-            return
+    time.sleep(report.HASTE)
+    # On a machine with a high load, gloo's thread may still wait for a CPU.
+    report.comes_true(lambda: not report.another_thread_runs(), 0.45)
 
 
 def _leave_exit_record(watchdog: Watchdog) -> None:
@@ -138,25 +142,48 @@ def _leave_exit_record(watchdog: Watchdog) -> None:
     watchdog.leave(ended)
 
 
+def write_report(found: report.Findings) -> str:
+    """Writes the report to a new file, in `FOLDER` or in a new folder. Returns a line that names the file.
+
+    Only this user can read the file, because texts of exceptions may contain secrets.
+    """
+    if (folder := os.environ.get(FOLDER)) == "off":
+        return ""
+    contents = {"report": found.text(), "states": found.states, "lines": found.lists}
+    # Two jobs without an ID, two starts of a job, and two reports of a process use different files.
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none").replace("/", "_")
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    prefix = (
+        f"minifsdp-ledger-{run}-{restart}-rank{rank_of_this_process()}-{os.getpid()}-"
+    )
+    try:
+        folder = folder or tempfile.mkdtemp(prefix="minifsdp-")
+        with tempfile.NamedTemporaryFile(
+            "w", dir=folder, prefix=prefix, suffix=".json", delete=False
+        ) as file:
+            json.dump(contents, file)
+    except OSError as error:
+        return f"(the report could not be written to a file: {error})"
+    return f"To draw the report: python -m minifsdp.ledger {file.name}"
+
+
 def _line_of(trace: TracebackType | None) -> str:
     """The line of the program that raised an error, and the function that it called."""
-    place = "outside of the program"
-    inside = None
+    place: Place = (None, None, None)
     for frame, line in traceback.walk_tb(trace):
         if frame.f_globals.get("__name__", "").partition(".")[0] not in NOT_THE_PROGRAM:
-            place = where(frame.f_code, line)
-            inside = None
-        elif inside is None:
-            inside = frame.f_code
-    return f"in {called(inside)}, {place}" if inside else place
+            place = (None, frame.f_code, line)
+        elif place[0] is None:
+            place = (frame.f_code, *place[1:])
+    return place_as_text(*place)
 
 
 def _is_of_backend(error: BaseException) -> bool:
     """Whether a collective of another package raised the error. Errors of gloo have no own type, but name a file."""
-    is_torch_s = isinstance(error, dist.DistError) or (
-        isinstance(error, RuntimeError) and "gloo/" in str(error)
+    return MORE not in str(error) and (
+        isinstance(error, dist.DistError)
+        or (isinstance(error, RuntimeError) and "gloo/" in str(error))
     )
-    return is_torch_s and MORE not in str(error)
 
 
 class _ExitStatus:

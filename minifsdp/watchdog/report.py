@@ -37,7 +37,6 @@ publishes an *exit record*, a state that answers all questions.
 Spec: LEDGER-02, LEDGER-04, LEDGER-05, LEDGER-13, LEDGER-14, LEDGER-16, LEDGER-18, HEALTHY-01, HEALTHY-06.
 """
 
-import itertools
 import json
 import os
 import threading
@@ -51,13 +50,11 @@ import torch.distributed as dist
 
 from minifsdp.checks.collective_log import (
     CollectiveSequence,
-    Entry,
     Position,
-    called,
+    as_line,
     log,
-    where,
 )
-from minifsdp.checks.place import way_out_of_main_thread
+from minifsdp.checks.place import place_as_text, way_out_of_main_thread
 from minifsdp.engine.messages import rank_of_this_process
 
 State = dict[str, Any]
@@ -91,9 +88,9 @@ def state_of_this_rank(ended: str = "", failed_at: str = "") -> State:
     return {
         "rank": rank_of_this_process(),
         "ended": ended,
-        "place": failed_at or _place_of_main_thread(),
+        "place": failed_at or place_as_text(*way_out_of_main_thread()),
         "iteration": log.iteration,
-        "last": Entry(*latest[0].entries[-1]).what
+        "last": as_line(latest[0].entries[-1])[3]
         if latest and latest[0].entries
         else "",
         "waits": work.about if work else "",
@@ -124,37 +121,16 @@ def state_of_lost(rank: int) -> State:
 def lines_of_this_rank() -> list[Line]:
     """The last collectives of this rank, in the current and the previous epoch of each sequence."""
     return [
-        [
-            e.group,
-            e.epoch,
-            e.number,
-            e.what,
-            where(e.code, e.line),
-            e.iteration,
-            e.num_bytes,
-            e.identity,
-            e.of_unit,
-        ]
+        as_line(entry)
         for sequence in _sequences()
-        for e in itertools.starmap(Entry, tuple(sequence.entries))
-        if e.epoch >= sequence.epoch - 1
+        for entry in tuple(sequence.entries)
+        if entry[1] >= sequence.now[0] - 1
     ]
 
 
 def _sequences() -> list[CollectiveSequence]:
     """The sequences, copied in one step, because the main thread may create a sequence at the same time."""
     return list(log.sequences.data.values())  # type: ignore[attr-defined]
-
-
-def _place_of_main_thread() -> str:
-    inside, code, line = way_out_of_main_thread()
-    if code is None or inside is None:
-        return "outside of the program"
-    return (
-        where(code, line)
-        if inside is code
-        else f"in {called(inside)}, {where(code, line)}"
-    )
 
 
 def different_ranks(
@@ -166,11 +142,10 @@ def different_ranks(
         sequence, epoch: the position; an earlier epoch is chosen if another rank is still there.
         states: the states of all ranks; only those of the sequence's group are used.
     """
-    of_group = [(rank, state) for rank in sequence.ranks if (state := states.get(rank))]
     both_of = {
-        rank: both
-        for rank, state in of_group
-        if (both := state["sequences"].get(sequence.key))
+        rank: state["sequences"][sequence.key]
+        for rank in sequence.ranks
+        if (state := states.get(rank)) and sequence.key in state["sequences"]
     }
     epoch = min([epoch, *(now[0] for now, _ in both_of.values())])
     first: dict[Any, int] = {}
@@ -258,13 +233,12 @@ class Findings(NamedTuple):
             both, key=lambda lines: next(iter(lines.values()))[2], default=None
         ):
             key, _, number = next(iter(found.values()))[:3]
-            group = key.partition("#")[0]
-            lines.append(
-                f"The ranks diverge at collective {number} of group {group} since its last comparison:"
-            )
             lines += [
-                f"rank {rank}: {what} ({at})"
-                for rank, (_, _, _, what, at, *_) in found.items()
+                f"The ranks diverge at collective {number} of group {key.partition('#')[0]} since its last comparison:",
+                *(
+                    f"rank {rank}: {line[3]} ({line[4]})"
+                    for rank, line in found.items()
+                ),
             ]
         return "\n".join([*lines, self.why]).rstrip()
 
@@ -274,22 +248,27 @@ class Findings(NamedTuple):
         On a CPU, a process that ends in order has sent everything that it issued. A process that failed may not have
         sent everything. On an accelerator, all kernels end with the process.
         """
-        sequence, epoch, number = position
+        sequence, *at = position
         ended = [
             state
             for rank in sequence.ranks
             if (state := self.states[rank]) and state["ended"]
         ]
-        reached = [
-            one["sequences"].get(sequence.key)
-            for one in ended
-            if on_cpu and one["ended"] == IN_ORDER
+        have_sent = [
+            state
+            for state in ended
+            if on_cpu
+            and state["ended"] == IN_ORDER
+            and state["sequences"].get(sequence.key, [[]])[0][:2] > at
         ]
-        crossed = on_cpu and any(
-            self._wait_for_each_other(position, rank) for rank in sequence.ranks
+        return (
+            bool(self.diverging)
+            or len(ended) > len(have_sent)
+            or (
+                on_cpu
+                and any(self._wait_for_each_other(position, r) for r in sequence.ranks)
+            )
         )
-        have_sent = sum(both[0][:2] > [epoch, number] for both in reached if both)
-        return crossed or bool(self.diverging) or len(ended) > have_sent
 
     def _wait_for_each_other(self, position: Position, rank: int) -> bool:
         """Whether ``rank`` waits for this rank in another group, and neither has issued the collective of the other."""
@@ -306,6 +285,14 @@ class Findings(NamedTuple):
             for one, k in ((other, sequence.key), (mine, key))
         )
         return bool(others <= at and own <= there)
+
+
+def comes_true(condition: Callable[[], bool], limit: float) -> bool:
+    """Whether ``condition`` returns true at least once before ``limit`` seconds have passed."""
+    until = time.monotonic() + limit
+    while not (is_true := condition()) and time.monotonic() <= until:
+        time.sleep(HASTE)
+    return is_true
 
 
 # --- processes of this machine ---
@@ -381,7 +368,7 @@ class StoreChannel:
         """Asks all ranks for their state; returns the number of the question."""
         return int(self._call("add", "asked", 1))
 
-    def requests(self) -> tuple[int, int]:
+    def requests(self) -> dict[str, int]:
         """The number of questions so far, and how often other ranks asked for this rank's list."""
         counts = ["asked", f"{self.rank}/wanted", "host"]
         if not self._is_open:
@@ -394,21 +381,12 @@ class StoreChannel:
         if has_left and self.of_host is None:
             # Kept, because the store ends with its host.
             self.of_host = self._read(f"{_HOST}/state")
-        return asked, wanted
+        return {"state": asked, "list": wanted}
 
-    def publish_state(self, number: int, state: State) -> None:
-        """Publishes a state, usually of this rank, as the answer to all questions up to ``number``."""
-        self._call(
-            "set", f"{state['rank']}/state", json.dumps({**state, "answers": number})
-        )
-
-    def publish_list(self, number: int) -> None:
-        """Publishes this rank's last collectives for all requests up to ``number``."""
-        self._call(
-            "set",
-            f"{self.rank}/list",
-            json.dumps({"lines": lines_of_this_rank(), "answers": number}),
-        )
+    def publish(self, rank: int, what: str, number: int, answer: State) -> None:
+        """Publishes the state or the list of a rank, as the answer to all requests up to ``number``."""
+        text = json.dumps({**answer, "answers": number})
+        self._call("set", f"{rank}/{what}", text)
 
     def announce_exit(self) -> None:
         """Notifies all ranks that the host of the store exits; its exit record is already published."""
@@ -452,34 +430,32 @@ class StoreChannel:
                     self._of_group.delete_key(key)
             self._call("delete_key", _DESTROYED)
             return
-        until = time.monotonic() + limit
-        counts = True
-        while self._call("check", [_DESTROYED]):
-            if time.monotonic() > until:
-                # The last rank deletes the keys only if it counts all others. It may be doing this at this moment.
-                if (
-                    not counts
-                    or int(self._call("add", _DESTROYED, -1)) != self.num_ranks - 1
-                ):
-                    return
-                until = until + limit
-                counts = False
-            time.sleep(HASTE)
+
+        def are_deleted() -> bool:
+            return not self._call("check", [_DESTROYED])
+
+        # The last rank deletes the keys only if it counts all others. It may be doing this when this rank leaves.
+        if (
+            not comes_true(are_deleted, limit)
+            and int(self._call("add", _DESTROYED, -1)) == self.num_ranks - 1
+        ):
+            comes_true(are_deleted, limit)
 
     def _answers(
         self, what: str, numbers: Mapping[int, int], limit: float
     ) -> dict[int, State | None]:
         found: dict[int, State | None] = dict.fromkeys(numbers)
-        until = time.monotonic() + limit
-        while True:
+
+        def are_complete() -> bool:
             self._meanwhile()
             for rank in [rank for rank, answer in found.items() if answer is None]:
                 answer = self._read(f"{rank}/{what}")
                 if answer is not None and answer["answers"] >= numbers[rank]:
                     found[rank] = answer
-            if None not in found.values() or time.monotonic() > until:
-                return found
-            time.sleep(HASTE)
+            return None not in found.values()
+
+        comes_true(are_complete, limit)
+        return found
 
     def _read(self, key: str) -> Any:
         """The value of ``key``, or ``None``."""

@@ -73,9 +73,9 @@ class Watchdog:
         self._is_host = is_host
         self._process = os.getpid()
         self._channel = report.StoreChannel(store, self._answer)
-        self._answered = 0
+        # The numbers of the last requests that this rank has answered.
+        self._answered = {"state": 0, "list": 0}
         self._answered_at = 0.0
-        self._listed = 0
         self._asking = threading.Lock()
         self._wanted: list[Position | None] = []
         self.last: report.Findings | None = None
@@ -152,7 +152,10 @@ class Watchdog:
                 self._stopped.wait(TICK)
         if self._ended:
             with suppress(Exception):
-                self._publish_exit(self._ended)
+                self._publish("list", report.EXIT_RECORD)
+                self._publish("state", report.EXIT_RECORD)
+                if self._is_host:
+                    self._channel.announce_exit()
         self._is_found.set()
         self._has_ended.set()
 
@@ -175,25 +178,19 @@ class Watchdog:
         """1. Answers the questions since the last look. Raises `RuntimeError` if the group was destroyed."""
         if self._stopped.is_set():
             raise RuntimeError
-        asked, wanted = self._channel.requests()
-        if asked > self._answered:
-            self._channel.publish_state(
-                asked, report.state_of_this_rank(failed_at=self.failed_at)
-            )
-            self._answered = asked
-            self._answered_at = time.monotonic()
-        if wanted > self._listed:
-            self._channel.publish_list(wanted)
-            self._listed = wanted
+        for what, number in self._channel.requests().items():
+            if number > self._answered[what]:
+                self._publish(what, number)
 
-    def _publish_exit(self, ended: str) -> None:
-        self._answered = self._listed = report.EXIT_RECORD
-        self._channel.publish_list(report.EXIT_RECORD)
-        self._channel.publish_state(
-            report.EXIT_RECORD, report.state_of_this_rank(ended, self.failed_at)
-        )
-        if self._is_host:
-            self._channel.announce_exit()
+    def _publish(self, what: str, number: int) -> None:
+        """Publishes this rank's state or list of collectives, for all requests up to ``number``."""
+        if what == "list":
+            answer: report.State = {"lines": report.lines_of_this_rank()}
+        else:
+            answer = report.state_of_this_rank(self._ended, self.failed_at)
+            self._answered_at = time.monotonic()
+        self._channel.publish(self._channel.rank, what, number, answer)
+        self._answered[what] = number
 
     def _find(self, position: Position | None, number: int) -> report.Findings:
         """The answers to a question; if ranks differ at ``position``, also their lists."""
@@ -205,7 +202,7 @@ class Watchdog:
             if state is None and channel.is_lost(rank)
         ]:
             states[rank] = lost = report.state_of_lost(rank)
-            channel.publish_state(report.EXIT_RECORD, lost)
+            channel.publish(rank, "state", report.EXIT_RECORD, lost)
         if position is not None:
             epoch, ranks = report.different_ranks(*position[:2], states)
             if len(ranks) > 1:
@@ -222,14 +219,12 @@ class Watchdog:
     def _find_alone(self) -> report.Findings:
         """The findings if no other rank can be queried."""
         channel = self._channel
-        why = report.GONE if self._channel.is_gone else report.SILENT
-        states: dict[int, report.State | None] = {
-            channel.rank: report.state_of_this_rank(failed_at=self.failed_at)
-        }
-        if channel.of_host is not None:
-            states[channel.of_host["rank"]] = channel.of_host
+        mine = report.state_of_this_rank(failed_at=self.failed_at)
+        known = [mine] if channel.of_host is None else [mine, channel.of_host]
         return report.Findings(
-            states, {channel.rank: report.lines_of_this_rank()}, why=why
+            {state["rank"]: state for state in known},
+            {channel.rank: report.lines_of_this_rank()},
+            why=report.GONE if channel.is_gone else report.SILENT,
         )
 
     def _is_stuck(self) -> bool:
@@ -264,7 +259,7 @@ class Watchdog:
         # If another rank has asked a moment ago, those answers are recent enough. A proof needs new answers.
         just_now = time.monotonic() - self._answered_at < 2 * TICK
         found = self._find(
-            position, self._answered if just_now else self._channel.ask()
+            position, self._answered["state"] if just_now else self._channel.ask()
         )
         if not found.prove_a_hang(position, on_cpu=is_known):
             self._print_once(position, found)

@@ -158,7 +158,7 @@ def main() -> None:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     import minifsdp
-    from spec_tests.subject import trace
+    from minifsdp.debugging import trace
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

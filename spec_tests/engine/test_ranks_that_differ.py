@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from minifsdp.checks.collective_log import CollectiveLog, CollectiveSequence
 from minifsdp.engine.mesh import Group
-from minifsdp.ledger import write_report
 from minifsdp.watchdog import process, watchdog
+from minifsdp.watchdog.process import write_report
 from minifsdp.watchdog.report import IN_ORDER, Findings, different_ranks
 from spec_tests.harness import device, ranks
 from spec_tests.subject import FullyShardedDataParallel as FSDP
@@ -290,7 +290,7 @@ def test_a_rank_that_continues_while_the_others_answer_keeps_its_groups(
         return SimpleNamespace(prove_a_hang=lambda *_, **options: True, text=lambda: "")
 
     channel = SimpleNamespace(ask=lambda: 1)
-    rank: Any = SimpleNamespace(_patience=1.0, _answered=0, _answered_at=0.0, _channel=channel, _find=find)
+    rank: Any = SimpleNamespace(_patience=1.0, _answered={"state": 0}, _answered_at=0.0, _channel=channel, _find=find)
     watchdog.Watchdog._examine(rank)
     assert closed == ([] if continues else [group])
     assert (of_rank.fatal_error == "") is continues

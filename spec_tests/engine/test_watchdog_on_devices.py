@@ -181,7 +181,7 @@ def test_report_is_printed_before_the_abort_on_an_accelerator(
     monkeypatch.setattr(watchdog, "log", own)
     monkeypatch.setattr(watchdog, "close", lambda _: printed.append(capsys.readouterr().err))
     found = SimpleNamespace(prove_a_hang=lambda *_, **__: True, text=lambda: "the report")
-    rank: Any = SimpleNamespace(_patience=1.0, _answered=0, _answered_at=0.0, _find=lambda *_: found)
+    rank: Any = SimpleNamespace(_patience=1.0, _answered={"state": 0}, _answered_at=0.0, _find=lambda *_: found)
     rank._channel = SimpleNamespace(ask=lambda: 1)
     watchdog.Watchdog._examine(rank, on_device=on_device)
     assert "the report" in own.fatal_error

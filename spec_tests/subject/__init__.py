@@ -14,8 +14,7 @@ a public name       ``FullyShardedDataParallel``, ``fully_shard``, ``ShardingStr
                     with the arguments and results of torch. An adapter may omit any of them.
 ``wrap``            a namespace with the functions of ``torch.distributed.fsdp.wrap``
 ``trace``           a namespace with ``record()``, a context manager that yields a ``minifsdp.trace.Recorder``, and with
-                    ``recorder``, the installed one or None. The table at the head of ``minifsdp/trace.py`` defines the
-                    events.
+                    ``recorder``, the installed one or None. ``minifsdp/debugging/trace.py`` defines the events.
 ``FILTERS``         warning filters in pytest's syntax, for warnings that the engine emits in correct programs
 ==================  ==================================================================================================
 

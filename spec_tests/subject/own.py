@@ -48,7 +48,7 @@ def use_of(item: pytest.Item) -> Use:
         if id(one) in seen or home.startswith("spec_tests.harness"):
             continue
         seen.add(id(one))
-        if home.split(".")[0] in OURS and home != "minifsdp.trace":
+        if home.split(".")[0] in OURS and home != "minifsdp.debugging.trace":
             use.own.add(home)
         elif isinstance(one, dict):
             waiting += one.values()

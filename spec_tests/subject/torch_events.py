@@ -1,9 +1,9 @@
 """Records the events of torch's FSDPs with minifsdp's recorder, so that tests of event orders also run on torch.
 
 The functions here replace private functions of torch for the rest of the process. Without a recorder they only call the
-original. An event has the meaning of the table in ``minifsdp/trace.py``: an all-gather is recorded when torch issues
-it, a forward when the module is about to run, a FREE when the memory of the unsharded parameters is released. Spans end
-where they begin, and a recorded all-reduce of the wrapper has no stream.
+original. An event has the meaning of the table in ``minifsdp/debugging/trace.py``: an all-gather is recorded when torch
+issues it, a forward when the module is about to run, a FREE when the memory of the unsharded parameters is released.
+Spans end where they begin, and a recorded all-reduce of the wrapper has no stream.
 """
 
 from __future__ import annotations

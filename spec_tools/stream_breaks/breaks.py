@@ -113,7 +113,7 @@ LEFT_OUT = {
     "fsdp1/wrapper.py: initial.synchronize(": "has nothing to do with streams",
     "watchdog/": "a thread that has nothing to do with streams",
     "debugging/values.py: collectives.all_reduce(": "is off, and stops the CPU on purpose",
-    "checks/rank_checks.py: self._arrived = ": "only lets `reduced` use `synchronize` later",
+    "checks/rank_checks.py: arrived = events.last_event = ": "only lets `reduced` use `synchronize` later",
     "checks/rank_checks.py: arrived.synchronize(": "a whole backward runs between the all-gather and this line",
     "checks/rank_checks.py: asked[-1].wait(": "a stream has waited already, and a CPU needs no order",
     "engine/root.py: comm_stream.join(": "streams are replaced between iterations, which no program here does",

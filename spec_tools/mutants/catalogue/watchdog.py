@@ -45,7 +45,7 @@ MUTANTS = [
         "an-infinite-value-is-finite",
         "DEBUG-05",
         "The debug check `values` does not report `inf`.",
-        replace("_not_finite", "$total.isfinite()", "$total.isnan().logical_not()"),
+        replace("_record_first", "$total.isfinite()", "$total.isnan().logical_not()"),
     ),
     Mutant(
         "error-about-values-leaves-a-forward",
@@ -53,14 +53,15 @@ MUTANTS = [
         "After an error of the debug check `values`, the units stay in the middle of a forward.",
         never("_agree", "$clean_up is not None"),
     ),
-    # --- ledger.py ---
+    # --- watchdog/process.py ---
     Mutant(
         "reports-follow-links",
         "LEDGER-20",
         "A report is written through a symbolic link of another user.",
-        replace("write_report", "tempfile.NamedTemporaryFile(...)", "Path(folder, f'{prefix}.json').open('w')"),
+        replace(
+            "write_report", "tempfile.NamedTemporaryFile(...)", "open(os.path.join(folder, f'{prefix}.json'), 'w')"
+        ),
     ),
-    # --- watchdog/process.py ---
     Mutant(
         "the-watchdog-outlives-its-group",
         "HEALTHY-06",

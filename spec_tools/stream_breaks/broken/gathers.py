@@ -237,13 +237,13 @@ BREAKS = [
     Break(
         "answers-copied-before-they-arrive",
         "The ranks' answers are copied to the CPU before they have arrived (threaded backend).",
-        replace("RankChecks.backward_ends", "self._asked[-1].wait()\nself._answers = $copy", "self._answers = $copy"),
+        replace("RankChecks.backward_ends", "$asked[-1].wait()\n$answers = $copy", "$answers = $copy"),
         "flat_over_a_backend_with_threads",
     ),
     Break(
         "replicas-asked-before-the-answer",
         "An answer is sent to the replicas before it has arrived (threaded backend).",
-        replace("RankChecks.backward_ends", "self._asked[-1].wait()\nmine[:2] += $differs", "mine[:2] += $differs"),
+        replace("RankChecks.backward_ends", "$asked[-1].wait()\nmine[:2] += $differs", "mine[:2] += $differs"),
         "hybrid_over_a_backend_with_threads",
     ),
     Break(
