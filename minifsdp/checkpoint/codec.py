@@ -31,7 +31,6 @@ import copy
 from collections.abc import (
     Callable,
     Iterable,
-    Iterator,
     Mapping,
     MutableMapping,
     Sequence,
@@ -43,7 +42,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.overrides import is_tensor_like
 
 from minifsdp.checkpoint import tensors
 from minifsdp.checkpoint.state_dict_options import Form, StateDictType
@@ -51,7 +49,6 @@ from minifsdp.engine import collectives
 from minifsdp.engine.flat_params import FLAT_NAME
 from minifsdp.engine.flat_tensor import distributed_tensor, local_values
 from minifsdp.engine.mesh import Group
-from minifsdp.engine.messages import detail
 from minifsdp.engine.shards import shard_of
 from minifsdp.fsdp1.full_params import check_idle
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
@@ -221,33 +218,6 @@ class UnitCodec:
 
     # --- from values to shards ---
 
-    def misfit(
-        self, key: str, where: str, value: Any, form: Form, *, any_shape: bool = False
-    ) -> Iterator[str]:
-        """Describes the problem of a value that a state dict has for the parameter ``key``. Nothing is communicated.
-
-        Args:
-            key: one of `keys`.
-            where: the name of the value in the message.
-            value: the parameter's value, or an optimizer state with a value per element.
-            form: the form of the dict.
-            any_shape: whether the shape of the value may differ from that of the parameter.
-        """
-        shape = tuple(self.shapes[key])
-        if not is_tensor_like(value):
-            yield detail("no-tensor", key=where, type=type(value).__name__)
-        elif tuple(value.size()) != shape and not any_shape:
-            yield detail(
-                "size-mismatch-of-unit",
-                key=where,
-                shape=shape,
-                found=tuple(value.size()),
-            )
-        elif not tensors.is_sharded_like(value, self.layout.specs[self.keys[key]]):
-            yield from tensors.misplaced_rows(
-                value, where, self.group, may_be_sharded=form.is_sharded
-            )
-
     def given_shard(self, state: Mapping[str, Any]) -> torch.Tensor | None:
         """This rank's shard in a local state dict, under either of its keys; ``None`` if there is none."""
         given = [state[key] for key in (self.local_key, self.flat_key) if key in state]
@@ -352,19 +322,6 @@ class ParameterNames:
     def originals_of(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         """The original names of parameters of the optimizer."""
         return [name for parameter in parameters for name in self.of[parameter]]
-
-    def unknown(self, parameters: Iterable[nn.Parameter]) -> list[str]:
-        """Describes the problem if an optimizer has parameters that the model does not have."""
-        shapes = [
-            tuple(parameter.shape)
-            for parameter in parameters
-            if parameter not in self.of
-        ]
-        return (
-            [detail("foreign-parameters", number=len(shapes), shapes=shapes[:5])]
-            if shapes
-            else []
-        )
 
 
 def tensor_parallel_groups(units: Iterable[UnitCodec]) -> list[Group]:

@@ -36,10 +36,10 @@ import torch
 from torch import Tensor, nn
 
 from minifsdp.cases import parts_of_units
-from minifsdp.checkpoint import agreement
 from minifsdp.checkpoint.codec import UnitCodec, dotted, plain_path, rename
 from minifsdp.checkpoint.state_dict_options import Form, named_wrappers, state_of
 from minifsdp.checkpoint.tensors import copy_shared, memory_of
+from minifsdp.checks import agreement
 from minifsdp.engine.events import events
 from minifsdp.engine.exchange import exchange, groups_of
 from minifsdp.engine.layout import ParamInfo

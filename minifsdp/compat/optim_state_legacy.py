@@ -35,6 +35,7 @@ from minifsdp.checkpoint import optim_state, optim_state_load
 from minifsdp.checkpoint.codec import parameters_of, regrouped
 from minifsdp.checkpoint.optim_state_load import Target
 from minifsdp.checkpoint.state_dict_options import Form, OptimStateKeyType
+from minifsdp.checks import optimizer_states
 from minifsdp.checks.arguments import MODULE, OPTIMIZER, require
 from minifsdp.engine.messages import message, warn, warn_renamed
 
@@ -136,7 +137,7 @@ def rekey(
     keys = [*given["state"], *parameters_of(given["param_groups"])]
     if all(isinstance(key, str) is to_names for key in keys):
         return given
-    if problems := target.names.unknown(target.keys):
+    if problems := optimizer_states.unknown_parameters(target.names, target.keys):
         raise ValueError(message("optimizer-parameters", problem=problems[0]))
     numbered = [
         (number, name)

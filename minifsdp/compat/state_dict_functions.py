@@ -64,7 +64,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from minifsdp.checkpoint import agreement, optim_state, optim_state_load
+from minifsdp.checkpoint import optim_state, optim_state_load
 from minifsdp.checkpoint.codec import (
     UnitCodec,
     dotted,
@@ -73,7 +73,8 @@ from minifsdp.checkpoint.codec import (
 )
 from minifsdp.checkpoint.loading import reshard_all
 from minifsdp.checkpoint.state_dict_options import Form, StateDictType, named_wrappers
-from minifsdp.checkpoint.tensors import is_sharded
+from minifsdp.checkpoint.tensors import is_sharded, value_of_first_rank
+from minifsdp.checks import agreement
 from minifsdp.engine.exchange import groups_of
 from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.mesh import MeshGroups
@@ -198,13 +199,11 @@ def _received(
     groups = [*tensor_parallel_groups(units), mesh.replicate, mesh.shard]
 
     def receive(key: str) -> Any:
-        value = agreement.value_of_first_rank(given.get(key), groups)
+        value = value_of_first_rank(given.get(key), groups)
         return value if key not in of_unit else of_unit[key].rows(key, value)
 
     # Each full value is released before the next one is received, so no rank stores the model.
-    received = {
-        key: receive(key) for key in agreement.value_of_first_rank(list(given), groups)
-    }
+    received = {key: receive(key) for key in value_of_first_rank(list(given), groups)}
     return received, any(map(is_sharded, received.values()))
 
 
