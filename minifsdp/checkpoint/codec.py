@@ -257,8 +257,8 @@ class UnitCodec:
         return shard
 
 
-class ParameterNames:
-    """Maps each parameter of an optimizer to original parameters by name.
+class NamedOptimizer:
+    """An optimizer of a model with units, the original names of its parameters, and the form of its state.
 
     In a wrapped model, the optimizer's parameters are shards: one flat parameter for a whole unit, or one local shard
     of each original parameter. Worked example, the unit of the module's head, on rank 1::
@@ -270,19 +270,40 @@ class ParameterNames:
 
     Args:
         model: a wrapper, or a module that contains wrappers. Nothing is communicated.
+        optim: an optimizer of the model's parameters, created after wrapping.
+        form: the form of the state; with ``form.first_only`` only the first rank gets or provides it.
+        by_name: whether the optimizer keys its state by the names that parameters have in the wrapped model.
+        is_lenient: accept a dict that lacks parameters outside of all units.
         clean: a function that removes other parts from original names.
 
     Attributes:
+        model, optim, form, by_name, is_lenient: as given.
         units: the units of the wrappers, outer ones first.
         unit_of: by original name, the unit.
         outside: names of parameters that belong to no unit: of plain modules around the wrappers, and ignored ones.
         of: the original names of each parameter that an optimizer may have.
         owners: by original name, the optimizer's parameter.
-        current_names: the names of parameters in the wrapped model.
-        by_name: parameters by both kinds of names.
+        named: parameters by original names and by the names in the wrapped model.
+        keys: the keys of the parameters in the optimizer's own state dict: numbers, counted over its groups, or names.
+        tensor_parallel: the groups of tensor parallelism, if ``form.is_complete``. Together with the groups of FSDP,
+            they contain all ranks.
     """
 
-    def __init__(self, model: nn.Module, clean: Callable[[str], str] = str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: Any,
+        form: Form,
+        *,
+        by_name: bool = False,
+        is_lenient: bool = False,
+        clean: Callable[[str], str] = str,
+    ) -> None:
+        self.model = model
+        self.optim = optim
+        self.form = form
+        self.by_name = by_name
+        self.is_lenient = is_lenient
         self.units: list[UnitCodec] = []
         for path, wrapper in model.named_modules():
             if isinstance(wrapper, Wrapper) and wrapper._unit is not None:
@@ -290,7 +311,6 @@ class ParameterNames:
                 check_idle(wrapper._unit)
                 self.units.append(UnitCodec(wrapper, dotted(path), clean))
         self.unit_of = {name: unit for unit in self.units for name in unit.names}
-        self.owners = {name: unit.owners[name] for name, unit in self.unit_of.items()}
         # After a forward with SHARD_GRAD_OP, modules have other tensors than the optimizer, so names are compared.
         of_units = {
             key: owner for unit in self.units for key, owner in unit.owners.items()
@@ -307,17 +327,25 @@ class ParameterNames:
             for name, parameter in current.items()
             if parameter not in in_units
         }
-        self.owners.update(
-            {name: parameter for parameter, name in self.outside.items()}
-        )
+        self.owners = {
+            **{name: of_units[name] for name in self.unit_of},
+            **{name: parameter for parameter, name in self.outside.items()},
+        }
         self.of: dict[nn.Parameter, list[str]] = {}
         for name, owner in self.owners.items():
             self.of.setdefault(owner, []).append(name)
-        self.current_names = {parameter: name for name, parameter in current.items()}
-        self.by_name = {
+        self.named = {
             **{plain[name]: parameter for name, parameter in current.items()},
             **current,
         }
+        names = {p: name for name, p in current.items()} if by_name else {}
+        numbered = enumerate(parameters_of(optim.param_groups))
+        self.keys = {
+            parameter: names.get(parameter, number) for number, parameter in numbered
+        }
+        self.tensor_parallel = (
+            tensor_parallel_groups(self.units) if form.is_complete else []
+        )
 
     def originals_of(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         """The original names of parameters of the optimizer."""

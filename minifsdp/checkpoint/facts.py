@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from minifsdp.checkpoint.codec import ParameterNames
+from minifsdp.checkpoint.codec import NamedOptimizer
 
 # By name of the parameter and name of the state, its fact or its converted value.
 Facts = dict[str, dict[str, Any]]
@@ -82,9 +82,9 @@ def copied(value: Any, *, offload: bool = False) -> Any:
     return copy.deepcopy(value)
 
 
-def facts_given(names: ParameterNames, state: Mapping[str, Any]) -> Facts:
+def facts_given(target: NamedOptimizer, state: Mapping[str, Any]) -> Facts:
     """The facts of a dict about parameters in units. Nothing is communicated."""
-    found = [(key, tensor) for _, key, tensor in tensors_in(state, names)]
+    found = [(key, tensor) for _, key, tensor in tensors_in(state, target)]
     # A 0-d value for a 0-d parameter is ambiguous. A state that has dimensions for any parameter is per element. If all
     # parameters are 0-d, all states except the step counter are per element.
     elementwise = {key for key, tensor in found if tensor.ndim} or {
@@ -92,16 +92,16 @@ def facts_given(names: ParameterNames, state: Mapping[str, Any]) -> Facts:
     }
     return {
         name: facts_of(state[name], unit.shapes[name], elementwise)
-        for name, unit in names.unit_of.items()
+        for name, unit in target.unit_of.items()
         if name in state
     }
 
 
 def tensors_in(
-    state: Mapping[str, Any], names: ParameterNames
+    state: Mapping[str, Any], target: NamedOptimizer
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     """All tensors in a dict's parameter states, with the names of the parameter and the state."""
-    for name in names.owners:
+    for name in target.owners:
         for key, value in state.get(name, {}).items():
             if isinstance(value, torch.Tensor):
                 yield name, key, value

@@ -76,15 +76,10 @@ def before_load(
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
     reshard_all(module)
-    now = {
-        key: module.get_parameter(key.removeprefix(prefix))
-        for key in shown
-        if key in state
-    }
     sharded = {
-        key: parameter
-        for key, parameter in now.items()
-        if isinstance(parameter, DTensor)
+        prefix + name: parameter
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if prefix + name in state and isinstance(parameter, DTensor)
     }
     assigns = metadata.get("assign_to_params_buffers", False)
     given = {key: state[key] for key in sharded if isinstance(state[key], DTensor)}
@@ -94,12 +89,14 @@ def before_load(
     state.update(
         {key: known[p] for key, p in sharded.items() if p in known and key not in given}
     )
-    unsharded = [key for key in sharded if not isinstance(state[key], DTensor)]
-    state_dicts.check_full_tensors({key: state[key] for key in unsharded}, shown)
-    for key in unsharded:
+    full = {key: state[key] for key in sharded if not isinstance(state[key], DTensor)}
+    state_dicts.check_full_tensors(full, shown)
+    for key, value in full.items():
         parameter = sharded[key]
-        value = state[key] if parameter.is_meta else state[key].to(parameter.device)
         # Every rank has the full tensor, so no communication is needed.
         state[key] = distribute_tensor(
-            value, parameter.device_mesh, parameter.placements, src_data_rank=None
+            value if parameter.is_meta else value.to(parameter.device),
+            parameter.device_mesh,
+            parameter.placements,
+            src_data_rank=None,
         )

@@ -40,11 +40,10 @@ from torch import nn
 
 from minifsdp.checkpoint import tensors
 from minifsdp.checkpoint.codec import (
-    ParameterNames,
+    NamedOptimizer,
     UnitCodec,
     parameters_of,
     regrouped,
-    tensor_parallel_groups,
 )
 from minifsdp.checkpoint.facts import Facts, PerElement, copied, facts_of
 from minifsdp.checkpoint.state_dict_options import Form
@@ -61,22 +60,16 @@ States = Mapping[nn.Parameter, Mapping[str, Any]]
 @torch.no_grad()
 @outside_inference_mode
 def save(
-    model: nn.Module,
-    optimizer: Any,
+    source: NamedOptimizer,
     given: Mapping[str, Any],
-    form: Form,
     group: dist.ProcessGroup | None = None,
-    clean: Callable[[str], str] = str,
 ) -> dict[str, Any]:
     """The optimizer's state by original names. All ranks of the model's groups must call it.
 
     Args:
-        model: a wrapper, or a module that contains wrappers.
-        optimizer: created from the model's parameters after wrapping.
+        source: the optimizer and its model.
         given: the optimizer's own state dict, keyed by numbers or by names.
-        form: the form of the result.
         group: with ``form.first_only``, its first rank gets the result; by default the first rank of the first unit.
-        clean: a function that removes other parts from original names.
 
     Returns:
         ``"state"`` by name and ``"param_groups"`` with names; empty on a rank that gets no result.
@@ -85,34 +78,35 @@ def save(
         StateDictMismatchError: the states of the ranks do not match, or an optimizer has parameters that the model does
             not have; raised on all ranks.
     """
-    names = ParameterNames(model, clean)
-    groups = groups_of(unit.mesh for unit in names.units)
+    form = source.form
+    groups = groups_of(unit.mesh for unit in source.units)
     agreement.monitored_barrier(groups, "optim_state_dict()")
-    tensor_parallel = tensor_parallel_groups(names.units) if form.is_complete else []
-    keys, problems = _parameters_by_key(names, optimizer, given)
+    keys, problems = _parameters_by_key(source, given)
     states = {
         keys[key]: entries for key, entries in given["state"].items() if key in keys
     }
-    facts, differences = _facts_of_all_ranks(names, states)
+    facts, differences = _facts_of_all_ranks(source, states)
     # A rank whose keys are invalid seems to lack all states, so its own problems are listed first.
-    agreement.refuse_together([*groups, *tensor_parallel], [*problems, *differences])
+    agreement.refuse_together(
+        [*groups, *source.tensor_parallel], [*problems, *differences]
+    )
     # The first ranks of the units all-gather the values of tensor parallelism, and one of them keeps the result.
     rank = rank_of_this_process() if group is None else group.rank()
     is_first = (
-        names.units[0].mesh.is_first if names.units and group is None else rank == 0
+        source.units[0].mesh.is_first if source.units and group is None else rank == 0
     )
     is_wanted = is_first or not form.first_only
     is_kept = is_wanted and not (
-        form.first_only and any(group.rank for group in tensor_parallel)
+        form.first_only and any(group.rank for group in source.tensor_parallel)
     )
     found: dict[Any, Any] = {}
-    for unit in names.units:
+    for unit in source.units:
         converted = each_state(
             unit, facts, partial(_in_form, unit, states, form if is_wanted else None)
         )
         if is_kept:
             found.update(converted)
-    for parameter, name in names.outside.items():
+    for parameter, name in source.outside.items():
         if is_wanted and parameter in states:
             found[name] = {
                 key: copied(
@@ -137,7 +131,7 @@ def save(
     if "param_groups" in given:
         result["param_groups"] = []
         for own in given["param_groups"]:
-            originals = names.originals_of(keys[key] for key in own["params"])
+            originals = source.originals_of(keys[key] for key in own["params"])
             result["param_groups"].append(
                 regrouped(own, originals, originals if "param_names" in own else None)
             )
@@ -145,41 +139,40 @@ def save(
 
 
 def _parameters_by_key(
-    names: ParameterNames, optimizer: Any, given: Mapping[str, Any]
+    source: NamedOptimizer, given: Mapping[str, Any]
 ) -> tuple[dict[Any, nn.Parameter], list[str]]:
     """Maps the keys of the optimizer's own state dict, numbers or names, to parameters. Also returns the problems.
 
     If there are problems, the map is empty.
     """
-    parameters = parameters_of(optimizer.param_groups)
-    numbers = [{"params": range(len(parameters))}]
+    numbers = [{"params": range(len(source.keys))}]
     keys = parameters_of(given.get("param_groups", numbers))
-    if problems := optimizer_states.key_problems(names, parameters, keys):
+    if problems := optimizer_states.key_problems(source, keys):
         return {}, problems
-    return dict(zip(keys, parameters, strict=True)) | names.by_name, []
+    return dict(zip(keys, source.keys, strict=True)) | source.named, []
 
 
 # ---- 2. comparing ---------------------------------------------------------------------------------------------------
 
 
 def _facts_of_all_ranks(
-    names: ParameterNames, states: States
+    source: NamedOptimizer, states: States
 ) -> tuple[Facts, list[str]]:
     """The facts of all parameters, the same on all ranks of a shard group, and a description of each mismatch."""
-    in_units = {names.owners[name] for name in names.unit_of} & states.keys()
+    in_units = {source.owners[name] for name in source.unit_of} & states.keys()
     facts = {
         owner: facts_of(states[owner], owner.shape, elementwise=states[owner])
         for owner in in_units
     }
     # Sent without names, which are equal on all ranks.
-    mine = [facts.get(names.owners[name]) for name in names.unit_of]
+    mine = [facts.get(source.owners[name]) for name in source.unit_of]
     # Replicas have equal shards, so the facts of this rank's shard group are enough.
     by_rank = exchange(
-        groups_of(MeshGroups(unit.mesh.shard, None) for unit in names.units), mine
+        groups_of(MeshGroups(unit.mesh.shard, None) for unit in source.units), mine
     )
     merged: Facts = {}
     problems: list[str] = []
-    for number, (name, unit) in enumerate(names.unit_of.items()):
+    for number, (name, unit) in enumerate(source.unit_of.items()):
         ranks = (
             [rank_of_this_process()] if unit.group is None else list(unit.group.ranks)
         )

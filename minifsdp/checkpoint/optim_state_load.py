@@ -30,8 +30,7 @@ Spec: OSD-LOAD-01 to OSD-LOAD-08.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -41,15 +40,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from minifsdp.checkpoint import tensors
 from minifsdp.checkpoint.codec import (
-    ParameterNames,
+    NamedOptimizer,
     UnitCodec,
-    parameters_of,
     regrouped,
-    tensor_parallel_groups,
 )
 from minifsdp.checkpoint.facts import Facts, copied, facts_given
 from minifsdp.checkpoint.optim_state import each_state
-from minifsdp.checkpoint.state_dict_options import Form
 from minifsdp.checks import agreement, optimizer_states
 from minifsdp.engine.exchange import groups_of
 from minifsdp.engine.lifetime import outside_inference_mode
@@ -57,45 +53,12 @@ from minifsdp.engine.messages import message
 from minifsdp.engine.shards import local_tensor
 
 
-@dataclass
-class Target:
-    """The optimizer into which a dict is loaded, and its model.
-
-    Attributes:
-        model: a wrapper, or a module that contains wrappers.
-        optim: an optimizer of the model's parameters.
-        form: the form of the dict; with ``form.first_only`` only the first rank's dict is read.
-        by_name: whether the optimizer keys its state by the names that parameters have in the wrapped model.
-        is_lenient: accept a dict that lacks parameters outside of all units.
-        clean: a function that removes other parts from original names.
-        names: the parameter names of the model.
-        tensor_parallel: the groups of tensor parallelism, if ``form.is_complete``.
-        keys: the keys of the parameters in the optimizer's own state dict: numbers, counted over its groups, or names.
-    """
-
-    model: nn.Module
-    optim: Any
-    form: Form
-    by_name: bool = False
-    is_lenient: bool = False
-    clean: Callable[[str], str] = str
-
-    def __post_init__(self) -> None:
-        self.names = ParameterNames(self.model, self.clean)
-        self.tensor_parallel = (
-            tensor_parallel_groups(self.names.units) if self.form.is_complete else []
-        )
-        names = self.names.current_names if self.by_name else {}
-        numbered = enumerate(parameters_of(self.optim.param_groups))
-        self.keys = {
-            parameter: names.get(parameter, number) for number, parameter in numbered
-        }
-
-
 @torch.no_grad()
 @tensors.no_deprecation_warning()
 @outside_inference_mode
-def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, Any]:
+def load(
+    target: NamedOptimizer, given: Any, *, communicates: bool = True
+) -> dict[str, Any]:
     """The dict for the optimizer's ``load_state_dict`` on this rank. All ranks of the model's groups must call it.
 
     Args:
@@ -108,32 +71,31 @@ def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, 
             model; on all ranks if ``communicates``.
         ValueError: there is no unit in the model.
     """
-    names = target.names
     first_only = target.form.first_only
     tensor_parallel = target.tensor_parallel
-    if not names.units:
+    if not target.units:
         raise ValueError(
             message("optimizer-without-fsdp", type=type(target.model).__name__)
         )
-    groups = groups_of(unit.mesh for unit in names.units) if communicates else []
+    groups = groups_of(unit.mesh for unit in target.units) if communicates else []
     agreement.monitored_barrier(groups, "optim_state_dict_to_load()")
-    mesh = names.units[0].mesh
+    mesh = target.units[0].mesh
     # An empty dict fits any optimizer.
     is_first = mesh.is_first and not any(group.rank for group in tensor_parallel)
     source = given if is_first or not first_only else {"state": {}}
     optimizer_states.refuse_misfit(target, source, groups)
     state = source["state"]
     rest = {
-        name: entries for name, entries in state.items() if name not in names.unit_of
+        name: entries for name, entries in state.items() if name not in target.unit_of
     }
-    outline = facts_given(names, state), rest, source.get("param_groups")
+    outline = facts_given(target, state), rest, source.get("param_groups")
     if first_only:
         outline = tensors.value_of_first_rank(
             outline, [*tensor_parallel, mesh.replicate, mesh.shard]
         )
     facts, rest, given_groups = outline
     loaded: dict[Any, Any] = {}
-    for unit in names.units:
+    for unit in target.units:
         loaded.update(_states_of(unit, facts, state, target))
     result: dict[str, Any] = {"state": {**loaded, **_rest(rest, target)}}
     if given_groups is not None:
@@ -145,7 +107,7 @@ def load(target: Target, given: Any, *, communicates: bool = True) -> dict[str, 
 
 
 def _states_of(
-    unit: UnitCodec, facts: Facts, given: Mapping[str, Any], target: Target
+    unit: UnitCodec, facts: Facts, given: Mapping[str, Any], target: NamedOptimizer
 ) -> dict[Any, dict[str, Any]]:
     """One unit's states by the optimizer's keys. Communicates: all ranks of the unit's mesh must call it.
 
@@ -178,7 +140,7 @@ def _local_shards(
     unit: UnitCodec,
     facts: Facts,
     given: Mapping[str, Any],
-    target: Target,
+    target: NamedOptimizer,
     key: str,
     dtype: torch.dtype,
     names: list[str],
@@ -237,19 +199,18 @@ def _like_owner(
 # ---- 3. keys --------------------------------------------------------------------------------------------------------
 
 
-def _rest(rest: Mapping[Any, Any], target: Target) -> dict[Any, Any]:
+def _rest(rest: Mapping[Any, Any], target: NamedOptimizer) -> dict[Any, Any]:
     """Parameters outside of all units, and custom keys of the user: copied unchanged."""
-    names = target.names
     found = {
         key: copy.deepcopy(value)
         for key, value in rest.items()
-        if key not in names.owners
+        if key not in target.owners
     }
     # In the order of the model, because the order of the optimizer may differ between ranks.
-    for parameter, name in names.outside.items():
+    for parameter, name in target.outside.items():
         if parameter in target.keys and name in rest:
             found[target.keys[parameter]] = {
-                key: _outside(parameter, value, names.units[0])
+                key: _outside(parameter, value, target.units[0])
                 for key, value in rest[name].items()
             }
     return found
@@ -270,25 +231,22 @@ def _outside(parameter: nn.Parameter, value: Any, unit: UnitCodec) -> Any:
 
 
 def _numbered_groups(
-    given: Sequence[Mapping[str, Any]], target: Target
+    given: Sequence[Mapping[str, Any]], target: NamedOptimizer
 ) -> list[dict[str, Any]]:
     """The optimizer's own groups, with the settings of the given ones."""
-    names = target.names
     group_of = {name: group for group in given for name in group["params"]}
     groups = []
     for index, own in enumerate(target.optim.param_groups):
         known = [
             parameter
             for parameter in own["params"]
-            if any(name in group_of for name in names.of[parameter])
+            if any(name in group_of for name in target.of[parameter])
         ]
-        found = [name for name in names.originals_of(known) if name in group_of]
-        source = (
-            group_of[found[0]] if found else given[index] if index < len(given) else own
-        )
+        by_place = given[index] if index < len(given) else own
+        found = [group_of[n] for n in target.originals_of(known) if n in group_of]
         groups.append(
             regrouped(
-                source,
+                found[0] if found else by_place,
                 [target.keys[parameter] for parameter in known],
                 own.get("param_names"),
             )

@@ -298,7 +298,7 @@ def _write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -
             values = [codec.in_form(full, form, full.device) for full in full_values]
             state.update({key: values[number] for key, number in codec.keys.items()})
         if recorder is not None and group is not None:
-            recorder.begin("FREE", codec.unit.name, num_bytes=layout.num_bytes)
+            recorder.freed(codec.unit)
     elif is_wanted:
         # The walk has written real values, and custom code may have changed them.
         for key in [

@@ -7,7 +7,8 @@ Afterwards the wrapper corrects the lists of missing and unexpected keys, and th
 
 The walk finds a missing key only after it has overwritten a part of the model. Also, the rows of a sharded dict are
 all-gathered, so if one rank stops there, the others wait. Therefore the outermost wrapper checks the whole dict first,
-and the ranks compare their problems (``checks/state_dicts.py``). Worked example, two ranks, rank 1 has read a damaged file::
+and the ranks compare their problems. ``checks/state_dicts.py`` contains these checks. Worked example, two ranks, rank 1
+has read a damaged file::
 
     rank 0 finds    nothing                                          raises, because of rank 1
     rank 1 finds    Missing key(s) in state_dict: "0.bias"           raises

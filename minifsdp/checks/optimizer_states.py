@@ -12,27 +12,21 @@ Worked example, a flat parameter of ``weight`` and ``bias``, and a dict in which
 Spec: OSD-02, OSD-LOAD-01, OSD-LOAD-03.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import nn
 
 from minifsdp.checkpoint import tensors
-from minifsdp.checkpoint.codec import ParameterNames, UnitCodec
+from minifsdp.checkpoint.codec import NamedOptimizer, UnitCodec
 from minifsdp.checkpoint.facts import Facts, PerElement, facts_given, tensors_in
 from minifsdp.checks import agreement, state_dicts
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import detail
 from minifsdp.engine.precision import map_tensors
 
-if TYPE_CHECKING:
-    from minifsdp.checkpoint.optim_state_load import Target
 
-
-def refuse_misfit(target: Target, given: Any, groups: Sequence[Group]) -> None:
+def refuse_misfit(target: NamedOptimizer, given: Any, groups: Sequence[Group]) -> None:
     """Raises on every rank if the dict of any rank does not fit its optimizer. All ranks of the groups must call it.
 
     Args:
@@ -40,13 +34,12 @@ def refuse_misfit(target: Target, given: Any, groups: Sequence[Group]) -> None:
         given: the dict; an empty one on a rank whose dict is not read.
         groups: the groups of the model that check the dict together; if empty, only this rank is checked.
     """
-    names = target.names
-    is_first = names.units[0].mesh.is_first
-    problems = unknown_parameters(names, target.keys) or _problems(given, target)
+    is_first = target.units[0].mesh.is_first
+    problems = unknown_parameters(target) or _problems(given, target)
     if target.form.first_only:
         problems += [
             detail("first-rank-apart", unit=unit.unit.name)
-            for unit in names.units
+            for unit in target.units
             if unit.mesh.is_first is not is_first
         ]
     agreement.refuse_together([*groups, *target.tensor_parallel], problems)
@@ -55,22 +48,20 @@ def refuse_misfit(target: Target, given: Any, groups: Sequence[Group]) -> None:
         state = given["state"]
         mine = [
             detail("states-on-others", name=name)
-            for name in names.unit_of
+            for name in target.unit_of
             if state.get(name)
         ]
         mine += [
             detail("rows-lacking", name=name, key=key, dtype=tensor.dtype)
-            for name, key, tensor in tensors_in(state, names)
+            for name, key, tensor in tensors_in(state, target)
             if tensors.is_sharded(tensor)
         ]
         agreement.refuse_lacking(groups, mine)
 
 
-def unknown_parameters(
-    names: ParameterNames, parameters: Iterable[nn.Parameter]
-) -> list[str]:
-    """Describes the problem if an optimizer has parameters that the model does not have."""
-    shapes = [tuple(p.shape) for p in parameters if p not in names.of]
+def unknown_parameters(target: NamedOptimizer) -> list[str]:
+    """Describes the problem if the optimizer has parameters that the model does not have."""
+    shapes = [tuple(p.shape) for p in target.keys if p not in target.of]
     return (
         [detail("foreign-parameters", number=len(shapes), shapes=shapes[:5])]
         if shapes
@@ -78,20 +69,18 @@ def unknown_parameters(
     )
 
 
-def key_problems(
-    names: ParameterNames, parameters: Sequence[nn.Parameter], keys: Sequence[Any]
-) -> list[str]:
+def key_problems(target: NamedOptimizer, keys: Sequence[Any]) -> list[str]:
     """Describes why the keys of an optimizer's own state dict, numbers or names, do not fit its parameters."""
-    problems = unknown_parameters(names, parameters)
-    unknown = [key for key in keys if isinstance(key, str) and key not in names.by_name]
-    if len(keys) != len(parameters):
-        problems.append(detail("own-count", expected=len(parameters), found=len(keys)))
+    problems = unknown_parameters(target)
+    unknown = [key for key in keys if isinstance(key, str) and key not in target.named]
+    if len(keys) != len(target.keys):
+        problems.append(detail("own-count", expected=len(target.keys), found=len(keys)))
     elif unknown:
         problems.append(detail("own-names", strangers=unknown[:5]))
     return problems
 
 
-def _problems(given: Any, target: Target) -> list[str]:
+def _problems(given: Any, target: NamedOptimizer) -> list[str]:
     """Describes each problem of a dict; the list is empty if the dict fits."""
     if not isinstance(given, Mapping) or "state" not in given:
         found = (
@@ -104,38 +93,35 @@ def _problems(given: Any, target: Target) -> list[str]:
     if numbers := [key for key in state if isinstance(key, int)]:
         return [detail("state-numbered", numbers=numbers[:3])]
     if wrong := [
-        name
-        for name in target.names.owners
-        if not isinstance(state.get(name, {}), Mapping)
+        name for name in target.owners if not isinstance(state.get(name, {}), Mapping)
     ]:
         return [
             detail("state-no-dict", name=wrong[0], found=type(state[wrong[0]]).__name__)
         ]
     problems = [*_name_problems(given, target), *_tensor_problems(state, target)]
     # Values are compared with each other only if each of them is valid.
-    facts = facts_given(target.names, state)
+    facts = facts_given(target, state)
     return problems or [
         text
-        for unit in target.names.units
+        for unit in target.units
         if unit.is_flat
         for text in _stored_once(unit, facts)
     ]
 
 
-def _name_problems(given: Mapping[str, Any], target: Target) -> Iterator[str]:
+def _name_problems(given: Mapping[str, Any], target: NamedOptimizer) -> Iterator[str]:
     """Compares the groups of the dict with those of the optimizer, and finds parameters that only the dict has."""
     state = given["state"]
-    names = target.names
     listed = {
         name: n
         for n, group in enumerate(given.get("param_groups", ()))
         for name in group["params"]
     }
-    optional = set(names.outside.values()) if target.is_lenient else set()
+    optional = set(target.outside.values()) if target.is_lenient else set()
     for index, group in enumerate(
         target.optim.param_groups if "param_groups" in given else ()
     ):
-        wanted = names.originals_of(group["params"])
+        wanted = target.originals_of(group["params"])
         yield from (
             detail("in-no-group", name=name)
             for name in wanted
@@ -151,40 +137,39 @@ def _name_problems(given: Mapping[str, Any], target: Target) -> Iterator[str]:
                 instances=[instances[s] for s in sources],
             )
     # The optimizer's own state may have custom keys, and then the dict may have them, too.
-    owned = {*names.originals_of(target.keys), *target.optim.state}
+    owned = {*target.originals_of(target.keys), *target.optim.state}
     for name in dict.fromkeys([*listed, *state]):
         # Custom entries are allowed if they do not look like the states of a parameter.
         if name not in owned and (
             name in listed
-            or name in names.owners
+            or name in target.owners
             or isinstance(state.get(name), Mapping)
         ):
             yield detail("state-superfluous", name=name)
 
 
-def _tensor_problems(state: Mapping[str, Any], target: Target) -> Iterator[str]:
+def _tensor_problems(state: Mapping[str, Any], target: NamedOptimizer) -> Iterator[str]:
     """Whether each tensor has the right form and, if the shape is fixed, the right shape."""
-    names = target.names
     form = target.form
     found = [
         (f"optimizer state {key!r} of {name!r}", name, value)
-        for name, key, value in tensors_in(state, names)
+        for name, key, value in tensors_in(state, target)
     ]
     for where, name, tensor in found:
-        unit = names.unit_of.get(name)
+        unit = target.unit_of.get(name)
         if unit is not None:
             any_shape = unit.keeps_shapes or tensor.ndim == 0
             yield from state_dicts.misfit(
                 unit, name, where, tensor, form, any_shape=any_shape
             )
-        elif not tensors.is_sharded_like(tensor, names.owners[name]):
+        elif not tensors.is_sharded_like(tensor, target.owners[name]):
             # The parameter may have been in a unit when the dict was written.
             yield from state_dicts.misplaced_rows(
-                tensor, where, names.units[0].group, may_be_sharded=form.is_sharded
+                tensor, where, target.units[0].group, may_be_sharded=form.is_sharded
             )
     if form.is_sharded:
         sharded = {
-            name for name, unit in names.unit_of.items() if unit.group is not None
+            name for name, unit in target.unit_of.items() if unit.group is not None
         }
         yield from state_dicts.all_unsharded(
             (where, tensor) for where, name, tensor in found if name in sharded
