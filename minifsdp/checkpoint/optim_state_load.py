@@ -88,12 +88,10 @@ def load(
     rest = {
         name: entries for name, entries in state.items() if name not in target.unit_of
     }
-    outline = facts_given(target, state), rest, source.get("param_groups")
-    if first_only:
-        outline = tensors.value_of_first_rank(
-            outline, [*tensor_parallel, mesh.replicate, mesh.shard]
-        )
-    facts, rest, given_groups = outline
+    senders = [*tensor_parallel, mesh.replicate, mesh.shard] if first_only else []
+    facts, rest, given_groups = tensors.value_of_first_rank(
+        (facts_given(target, state), rest, source.get("param_groups")), senders
+    )
     loaded: dict[Any, Any] = {}
     for unit in target.units:
         loaded.update(_states_of(unit, facts, state, target))

@@ -111,13 +111,14 @@ def _unchanged_until_forward(
         return set()
     managed = {None, *(memory_of(unit.layout.local_values()) for unit in units)}
     # On the CPU, another process can write to shared memory.
-    leaves = [one for one in tensors if one.is_leaf and memory_of(one) not in managed]
-    unchanged = [
-        one
-        for one in leaves
-        if one.grad is None and (one.device.type != "cpu" or not one.is_shared())
-    ]
-    return set(map(memory_of, unchanged))
+    return {
+        memory_of(one)
+        for one in tensors
+        if one.is_leaf
+        and one.grad is None
+        and memory_of(one) not in managed
+        and (one.device.type != "cpu" or not one.is_shared())
+    }
 
 
 def agree(

@@ -163,11 +163,12 @@ def after_walk(wrapper: Wrapper, incompatible: Any) -> None:
     kept.unsharded.close()
     # The lists are for the whole tree, and inner wrappers have already converted names, so plain names are compared.
     own = {plain_path(key): has_value for key, has_value in kept.own_keys.items()}
-    missing = [
-        name for name in map(plain_path, incompatible.missing_keys) if name not in own
-    ]
     incompatible.missing_keys[:] = [
-        *missing,
+        *(
+            name
+            for name in map(plain_path, incompatible.missing_keys)
+            if name not in own
+        ),
         *(name for name, has_value in own.items() if not has_value),
     ]
     incompatible.unexpected_keys[:] = map(plain_path, incompatible.unexpected_keys)

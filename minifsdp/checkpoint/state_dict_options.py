@@ -182,8 +182,11 @@ def state_of(wrapper: Wrapper) -> StateDictState:
 
 def named_wrappers(module: nn.Module) -> list[tuple[str, Wrapper]]:
     """All wrappers in ``module`` with their paths, once for each place in the tree."""
-    named = module.named_modules(remove_duplicate=False)
-    return [(path, inner) for path, inner in named if isinstance(inner, Wrapper)]
+    return [
+        (path, inner)
+        for path, inner in module.named_modules(remove_duplicate=False)
+        if isinstance(inner, Wrapper)
+    ]
 
 
 def set_type(

@@ -135,10 +135,11 @@ def on_this_rank(value: Any) -> torch.Tensor:
 
 def is_sharded_like(value: Any, other: Any) -> bool:
     """Whether a value is a ``DTensor`` on the mesh of ``other``, a ``DTensor`` or a spec, with the same placements."""
-    same_kind = isinstance(value, DTensor) and hasattr(other, "device_mesh")
-    return same_kind and (value.device_mesh, value.placements) == (
-        other.device_mesh,
-        other.placements,
+    return (
+        isinstance(value, DTensor)
+        and hasattr(other, "device_mesh")
+        and value.device_mesh == other.device_mesh
+        and value.placements == other.placements
     )
 
 
