@@ -1,6 +1,6 @@
 """User options at the same import path as in torch: ``from minifsdp.api import ShardingStrategy``.
 
-The classes are defined and documented in ``fsdp1/options.py`` and ``checkpoint/state_dict_options.py``.
+The classes are documented in ``fsdp1/options.py`` and ``checkpoint/state_dict_options.py``.
 """
 
 # `__all__` below lists the exported names.

@@ -37,6 +37,7 @@ from torch.distributed.fsdp._common_utils import _FSDPState
 from torch.distributed.fsdp.fully_sharded_data_parallel import (
     LOW_PRECISION_HOOKS,
     HandleTrainingState,
+    OptimStateKeyType,
     TrainingState,
 )
 from torch.optim import Optimizer
@@ -51,9 +52,9 @@ from minifsdp.checkpoint import (
     state_dict_load,
 )
 from minifsdp.checkpoint import state_dict_options as options
+from minifsdp.checkpoint.codec import NamedOptimizer
 from minifsdp.checkpoint.state_dict_options import (
     Form,
-    OptimStateKeyType,
     StateDictType,
 )
 from minifsdp.checks import arguments
@@ -338,9 +339,8 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
             optim_state_dict=optim_state_dict,
         )
         given = optim.state_dict() if optim_state_dict is None else optim_state_dict
-        return optim_state.save(
-            model, optim, given, options.form_for_optimizer(model), group
-        )
+        source = NamedOptimizer(model, optim, options.form_for_optimizer(model))
+        return optim_state.save(source, given, group)
 
     @staticmethod
     def optim_state_dict_to_load(
@@ -376,9 +376,8 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
             "optim_state_dict_to_load",
             optim_state_dict=optim_state_dict,
         )
-        target = optim_state_load.Target(
-            model, optim, options.form_for_optimizer(model), is_named_optimizer
-        )
+        form = options.form_for_optimizer(model)
+        target = NamedOptimizer(model, optim, form, by_name=is_named_optimizer)
         loadable = optim_state_load.load(target, optim_state_dict)
         if load_directly:
             optim.load_state_dict(loadable)

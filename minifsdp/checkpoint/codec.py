@@ -31,7 +31,6 @@ import copy
 from collections.abc import (
     Callable,
     Iterable,
-    Iterator,
     Mapping,
     MutableMapping,
     Sequence,
@@ -43,7 +42,6 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.overrides import is_tensor_like
 
 from minifsdp.checkpoint import tensors
 from minifsdp.checkpoint.state_dict_options import Form, StateDictType
@@ -51,7 +49,6 @@ from minifsdp.engine import collectives
 from minifsdp.engine.flat_params import FLAT_NAME
 from minifsdp.engine.flat_tensor import distributed_tensor, local_values
 from minifsdp.engine.mesh import Group
-from minifsdp.engine.messages import detail
 from minifsdp.engine.shards import shard_of
 from minifsdp.fsdp1.full_params import check_idle
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper
@@ -221,33 +218,6 @@ class UnitCodec:
 
     # --- from values to shards ---
 
-    def misfit(
-        self, key: str, where: str, value: Any, form: Form, *, any_shape: bool = False
-    ) -> Iterator[str]:
-        """Describes the problem of a value that a state dict has for the parameter ``key``. Nothing is communicated.
-
-        Args:
-            key: one of `keys`.
-            where: the name of the value in the message.
-            value: the parameter's value, or an optimizer state with a value per element.
-            form: the form of the dict.
-            any_shape: whether the shape of the value may differ from that of the parameter.
-        """
-        shape = tuple(self.shapes[key])
-        if not is_tensor_like(value):
-            yield detail("no-tensor", key=where, type=type(value).__name__)
-        elif tuple(value.size()) != shape and not any_shape:
-            yield detail(
-                "size-mismatch-of-unit",
-                key=where,
-                shape=shape,
-                found=tuple(value.size()),
-            )
-        elif not tensors.is_sharded_like(value, self.layout.specs[self.keys[key]]):
-            yield from tensors.misplaced_rows(
-                value, where, self.group, may_be_sharded=form.is_sharded
-            )
-
     def given_shard(self, state: Mapping[str, Any]) -> torch.Tensor | None:
         """This rank's shard in a local state dict, under either of its keys; ``None`` if there is none."""
         given = [state[key] for key in (self.local_key, self.flat_key) if key in state]
@@ -287,8 +257,8 @@ class UnitCodec:
         return shard
 
 
-class ParameterNames:
-    """Maps each parameter of an optimizer to original parameters by name.
+class NamedOptimizer:
+    """An optimizer of a model with units, the original names of its parameters, and the form of its state.
 
     In a wrapped model, the optimizer's parameters are shards: one flat parameter for a whole unit, or one local shard
     of each original parameter. Worked example, the unit of the module's head, on rank 1::
@@ -300,19 +270,40 @@ class ParameterNames:
 
     Args:
         model: a wrapper, or a module that contains wrappers. Nothing is communicated.
+        optim: an optimizer of the model's parameters, created after wrapping.
+        form: the form of the state; with ``form.first_only`` only the first rank gets or provides it.
+        by_name: whether the optimizer keys its state by the names that parameters have in the wrapped model.
+        is_lenient: accept a dict that lacks parameters outside of all units.
         clean: a function that removes other parts from original names.
 
     Attributes:
+        model, optim, form, by_name, is_lenient: as given.
         units: the units of the wrappers, outer ones first.
         unit_of: by original name, the unit.
         outside: names of parameters that belong to no unit: of plain modules around the wrappers, and ignored ones.
         of: the original names of each parameter that an optimizer may have.
         owners: by original name, the optimizer's parameter.
-        current_names: the names of parameters in the wrapped model.
-        by_name: parameters by both kinds of names.
+        named: parameters by original names and by the names in the wrapped model.
+        keys: the keys of the parameters in the optimizer's own state dict: numbers, counted over its groups, or names.
+        tensor_parallel: the groups of tensor parallelism, if ``form.is_complete``. Together with the groups of FSDP,
+            they contain all ranks.
     """
 
-    def __init__(self, model: nn.Module, clean: Callable[[str], str] = str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optim: Any,
+        form: Form,
+        *,
+        by_name: bool = False,
+        is_lenient: bool = False,
+        clean: Callable[[str], str] = str,
+    ) -> None:
+        self.model = model
+        self.optim = optim
+        self.form = form
+        self.by_name = by_name
+        self.is_lenient = is_lenient
         self.units: list[UnitCodec] = []
         for path, wrapper in model.named_modules():
             if isinstance(wrapper, Wrapper) and wrapper._unit is not None:
@@ -320,7 +311,6 @@ class ParameterNames:
                 check_idle(wrapper._unit)
                 self.units.append(UnitCodec(wrapper, dotted(path), clean))
         self.unit_of = {name: unit for unit in self.units for name in unit.names}
-        self.owners = {name: unit.owners[name] for name, unit in self.unit_of.items()}
         # After a forward with SHARD_GRAD_OP, modules have other tensors than the optimizer, so names are compared.
         of_units = {
             key: owner for unit in self.units for key, owner in unit.owners.items()
@@ -337,34 +327,29 @@ class ParameterNames:
             for name, parameter in current.items()
             if parameter not in in_units
         }
-        self.owners.update(
-            {name: parameter for parameter, name in self.outside.items()}
-        )
+        self.owners = {
+            **{name: of_units[name] for name in self.unit_of},
+            **{name: parameter for parameter, name in self.outside.items()},
+        }
         self.of: dict[nn.Parameter, list[str]] = {}
         for name, owner in self.owners.items():
             self.of.setdefault(owner, []).append(name)
-        self.current_names = {parameter: name for name, parameter in current.items()}
-        self.by_name = {
+        self.named = {
             **{plain[name]: parameter for name, parameter in current.items()},
             **current,
         }
+        names = {p: name for name, p in current.items()} if by_name else {}
+        numbered = enumerate(parameters_of(optim.param_groups))
+        self.keys = {
+            parameter: names.get(parameter, number) for number, parameter in numbered
+        }
+        self.tensor_parallel = (
+            tensor_parallel_groups(self.units) if form.is_complete else []
+        )
 
     def originals_of(self, parameters: Iterable[nn.Parameter]) -> list[str]:
         """The original names of parameters of the optimizer."""
         return [name for parameter in parameters for name in self.of[parameter]]
-
-    def unknown(self, parameters: Iterable[nn.Parameter]) -> list[str]:
-        """Describes the problem if an optimizer has parameters that the model does not have."""
-        shapes = [
-            tuple(parameter.shape)
-            for parameter in parameters
-            if parameter not in self.of
-        ]
-        return (
-            [detail("foreign-parameters", number=len(shapes), shapes=shapes[:5])]
-            if shapes
-            else []
-        )
 
 
 def tensor_parallel_groups(units: Iterable[UnitCodec]) -> list[Group]:

@@ -7,7 +7,7 @@ A sharded model saves and loads a dict of DTensors, with the code of ``nn.Module
 * *DTensors over other ranks*, or over the same ranks in another order: PyTorch cannot copy them, and with
   ``assign=True`` it treats another rank's rows as its own.
 
-`check_before_load` detects all three, for the whole model, before the first value is copied. With
+`before_load` detects all three, for the whole model, before the first value is copied. With
 ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` it accepts a plain dict, and every rank shards the full tensors itself. `fully_shard`
 calls `register_hooks` through ``events.states``, so that it does not import this package.
 
@@ -21,14 +21,11 @@ import functools
 import weakref
 from typing import Any
 
-import torch
 from torch import nn
-from torch.distributed import DebugLevel, get_debug_level
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from minifsdp.checkpoint.tensors import placement_of
+from minifsdp.checks import state_dicts
 from minifsdp.engine.events import events
-from minifsdp.engine.messages import message, some
 from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, states_in
 
@@ -36,7 +33,7 @@ from minifsdp.fsdp2.fsdp_state import FSDPState, states_in
 def register_hooks(state: FSDPState) -> None:
     """Registers hooks for ``state_dict`` and ``load_state_dict`` on the modules of a new state of ``fully_shard``."""
     for module in state.modules:
-        module.register_load_state_dict_pre_hook(check_before_load)
+        module.register_load_state_dict_pre_hook(before_load)
     if state.unit is not None:
         # A weak reference, because `copy.deepcopy` of a module copies its hooks, and a unit cannot be copied.
         show_sharded = functools.partial(_show_sharded, weakref.ref(state.unit))
@@ -63,7 +60,7 @@ def reshard_all(module: nn.Module) -> None:
             state.unit.reshard()
 
 
-def check_before_load(
+def before_load(
     module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any
 ) -> None:
     """A hook before ``load_state_dict``. All units of ``module`` are resharded.
@@ -79,60 +76,27 @@ def check_before_load(
         for name, parameter in module.named_parameters(remove_duplicate=False)
     }
     reshard_all(module)
-    now = {
-        key: module.get_parameter(key.removeprefix(prefix))
-        for key in shown
-        if key in state
-    }
     sharded = {
-        key: parameter
-        for key, parameter in now.items()
-        if isinstance(parameter, DTensor)
+        prefix + name: parameter
+        for name, parameter in module.named_parameters(remove_duplicate=False)
+        if prefix + name in state and isinstance(parameter, DTensor)
     }
     assigns = metadata.get("assign_to_params_buffers", False)
     given = {key: state[key] for key in sharded if isinstance(state[key], DTensor)}
-    for key, value in given.items():
-        parameter = sharded[key]
-        # A copy redistributes over the same ranks; with `assign=True` the tensor replaces the parameter unchanged.
-        if value.device_mesh != parameter.device_mesh or (
-            assigns and value.placements != parameter.placements
-        ):
-            expected, found = (
-                f"shape {tuple(tensor.shape)} {placement_of(tensor)}"
-                for tensor in (parameter, value)
-            )
-            raise RuntimeError(
-                message("load-other-cut", key=key, expected=expected, found=found)
-            )
-    on_meta = [
-        key for key, parameter in sharded.items() if parameter.device.type == "meta"
-    ]
-    if on_meta and not assigns:
-        raise RuntimeError(
-            message(
-                "load-into-meta", parameters=some([repr(key) for key in on_meta], 3)
-            )
-        )
+    state_dicts.check_placements(sharded, given, assigns=assigns)
     # PyTorch's functions shard a parameter with several names under the first name only.
     known = {sharded[key]: value for key, value in given.items()}
     state.update(
         {key: known[p] for key, p in sharded.items() if p in known and key not in given}
     )
-    unsharded = [key for key in sharded if not isinstance(state[key], DTensor)]
-    # After an evaluation the root is unsharded, and PyTorch's functions then pass full tensors for it.
-    helps = get_debug_level() == DebugLevel.DETAIL
-    allowed = {key for key in unsharded if helps or not isinstance(shown[key], DTensor)}
-    refused = [
-        repr(key)
-        for key in unsharded
-        if key not in allowed or not isinstance(state[key], torch.Tensor)
-    ]
-    if refused:
-        raise RuntimeError(message("load-whole", tensors=some(refused, 3)))
-    for key in unsharded:
+    full = {key: state[key] for key in sharded if not isinstance(state[key], DTensor)}
+    state_dicts.check_full_tensors(full, shown)
+    for key, value in full.items():
         parameter = sharded[key]
-        value = state[key] if parameter.is_meta else state[key].to(parameter.device)
         # Every rank has the full tensor, so no communication is needed.
         state[key] = distribute_tensor(
-            value, parameter.device_mesh, parameter.placements, src_data_rank=None
+            value if parameter.is_meta else value.to(parameter.device),
+            parameter.device_mesh,
+            parameter.placements,
+            src_data_rank=None,
         )

@@ -11,9 +11,8 @@ Worked example, Adam after one step, one unit with ``weight`` (2 x 3) and ``bias
     optim.state_dict() on rank 1    {0: {"step": 1, "exp_avg": [w b b b .]}}
     result of `save`                {"weight": {"step": 1, "exp_avg": 2 x 3}, "bias": {"step": 1, "exp_avg": 3}}
 
-1. *Describe the states by facts.* A tensor with the parameter's own shape has a value *per element* and is sharded like
-   the parameter. Its fact is its dtype. Any other state, such as Adam's ``step``, a number or ``None``, applies to the
-   *whole* parameter. Its fact is its value.
+1. *Describe the states by facts* (``facts.py``): the dtype of a state with a value per element, the value of a state
+   for the whole parameter.
 2. *Compare the ranks.* An all-gather needs all ranks of a group, with equal dtypes. So the ranks of each shard group
    first exchange their facts in one message. A rank with no element of a parameter has no state for it; a unit without
    gradients has none on any rank. If a rank lacks a state that it should have, or has another ``step``, all ranks raise
@@ -31,55 +30,46 @@ Spec: OSD-01 to OSD-10, HYB-10, MP-04.
 """
 
 import copy
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_flatten
 
-from minifsdp.checkpoint import agreement, tensors
+from minifsdp.checkpoint import tensors
 from minifsdp.checkpoint.codec import (
-    ParameterNames,
+    NamedOptimizer,
     UnitCodec,
     parameters_of,
     regrouped,
-    tensor_parallel_groups,
 )
+from minifsdp.checkpoint.facts import Facts, PerElement, copied, facts_of
 from minifsdp.checkpoint.state_dict_options import Form
+from minifsdp.checks import agreement, optimizer_states
 from minifsdp.engine.exchange import exchange, groups_of
 from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.mesh import MeshGroups
-from minifsdp.engine.messages import detail, message, rank_of_this_process, warn
+from minifsdp.engine.messages import message, rank_of_this_process, warn
 
 # By parameter of the optimizer, by name of the state.
 States = Mapping[nn.Parameter, Mapping[str, Any]]
-# By name of the parameter and name of the state, its fact or its converted value.
-Facts = dict[str, dict[str, Any]]
 
 
 @torch.no_grad()
 @outside_inference_mode
 def save(
-    model: nn.Module,
-    optimizer: Any,
+    source: NamedOptimizer,
     given: Mapping[str, Any],
-    form: Form,
     group: dist.ProcessGroup | None = None,
-    clean: Callable[[str], str] = str,
 ) -> dict[str, Any]:
     """The optimizer's state by original names. All ranks of the model's groups must call it.
 
     Args:
-        model: a wrapper, or a module that contains wrappers.
-        optimizer: created from the model's parameters after wrapping.
+        source: the optimizer and its model.
         given: the optimizer's own state dict, keyed by numbers or by names.
-        form: the form of the result.
         group: with ``form.first_only``, its first rank gets the result; by default the first rank of the first unit.
-        clean: a function that removes other parts from original names.
 
     Returns:
         ``"state"`` by name and ``"param_groups"`` with names; empty on a rank that gets no result.
@@ -88,42 +78,42 @@ def save(
         StateDictMismatchError: the states of the ranks do not match, or an optimizer has parameters that the model does
             not have; raised on all ranks.
     """
-    names = ParameterNames(model, clean)
-    groups = groups_of(unit.mesh for unit in names.units)
+    form = source.form
+    groups = groups_of(unit.mesh for unit in source.units)
     agreement.monitored_barrier(groups, "optim_state_dict()")
-    tensor_parallel = tensor_parallel_groups(names.units) if form.is_complete else []
-    keys, problems = _parameters_by_key(names, optimizer, given)
+    keys, problems = _parameters_by_key(source, given)
     states = {
         keys[key]: entries for key, entries in given["state"].items() if key in keys
     }
-    facts, differences = _facts_of_all_ranks(names, states)
+    facts, differences = _facts_of_all_ranks(source, states)
     # A rank whose keys are invalid seems to lack all states, so its own problems are listed first.
-    agreement.refuse_together([*groups, *tensor_parallel], [*problems, *differences])
+    agreement.refuse_together(
+        [*groups, *source.tensor_parallel], [*problems, *differences]
+    )
     # The first ranks of the units all-gather the values of tensor parallelism, and one of them keeps the result.
     rank = rank_of_this_process() if group is None else group.rank()
     is_first = (
-        names.units[0].mesh.is_first if names.units and group is None else rank == 0
+        source.units[0].mesh.is_first if source.units and group is None else rank == 0
     )
     is_wanted = is_first or not form.first_only
     is_kept = is_wanted and not (
-        form.first_only and any(group.rank for group in tensor_parallel)
+        form.first_only and any(group.rank for group in source.tensor_parallel)
     )
     found: dict[Any, Any] = {}
-    for unit in names.units:
+    for unit in source.units:
         converted = each_state(
             unit, facts, partial(_in_form, unit, states, form if is_wanted else None)
         )
         if is_kept:
             found.update(converted)
-    for parameter, name in names.outside.items():
+    for parameter, name in source.outside.items():
         if is_wanted and parameter in states:
-            values = {
-                key: tensors.complete(v) if form.is_complete else v
-                for key, v in states[parameter].items()
-            }
             found[name] = {
-                key: copied(value, offload=form.offload)
-                for key, value in values.items()
+                key: copied(
+                    tensors.complete(value) if form.is_complete else value,
+                    offload=form.offload,
+                )
+                for key, value in states[parameter].items()
             }
     if not is_kept:
         return {}
@@ -141,7 +131,7 @@ def save(
     if "param_groups" in given:
         result["param_groups"] = []
         for own in given["param_groups"]:
-            originals = names.originals_of(keys[key] for key in own["params"])
+            originals = source.originals_of(keys[key] for key in own["params"])
             result["param_groups"].append(
                 regrouped(own, originals, originals if "param_names" in own else None)
             )
@@ -149,112 +139,40 @@ def save(
 
 
 def _parameters_by_key(
-    names: ParameterNames, optimizer: Any, given: Mapping[str, Any]
+    source: NamedOptimizer, given: Mapping[str, Any]
 ) -> tuple[dict[Any, nn.Parameter], list[str]]:
     """Maps the keys of the optimizer's own state dict, numbers or names, to parameters. Also returns the problems.
 
     If there are problems, the map is empty.
     """
-    parameters = parameters_of(optimizer.param_groups)
-    keys = (
-        parameters_of(given["param_groups"])
-        if "param_groups" in given
-        else list(range(len(parameters)))
-    )
-    problems = names.unknown(parameters)
-    if len(keys) != len(parameters):
-        problems.append(detail("own-count", expected=len(parameters), found=len(keys)))
-    elif strangers := [
-        key for key in keys if isinstance(key, str) and key not in names.by_name
-    ]:
-        problems.append(detail("own-names", strangers=strangers[:5]))
-    return {} if problems else {
-        **dict(zip(keys, parameters, strict=True)),
-        **names.by_name,
-    }, problems
-
-
-# ---- 1. facts -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class PerElement:
-    """A state with one value per element of the parameter. Other ranks only need its dtype.
-
-    Attributes:
-        shape: a shape that is not the parameter's. Such a tensor cannot be sharded, so only unsharded parameters may
-            have one.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...] | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True, repr=False)
-class Number:
-    """A state that is a 0-d tensor: one value for the whole parameter."""
-
-    dtype: torch.dtype
-    value: Any
-
-    def __repr__(self) -> str:
-        return f"{self.value} ({self.dtype})"
-
-
-def facts_of(
-    entries: Mapping[str, Any], shape: torch.Size, elementwise: Container[str]
-) -> dict[str, Any]:
-    """The facts of one parameter by name of the state.
-
-    Args:
-        entries: the states.
-        shape: the shape of the parameter.
-        elementwise: names of states that are per element if both the state and the parameter are 0-d.
-    """
-    facts: dict[str, Any] = {}
-    for key, value in entries.items():
-        if not isinstance(value, torch.Tensor):
-            facts[key] = value
-        elif value.ndim == 0 and (shape or key not in elementwise):
-            facts[key] = Number(value.dtype, value.item())
-        else:
-            facts[key] = PerElement(
-                value.dtype, None if value.size() == shape else tuple(value.size())
-            )
-    return facts
-
-
-def copied(value: Any, *, offload: bool = False) -> Any:
-    """A copy of a value in its own memory, because an optimizer increments its step counter in place."""
-    if isinstance(value, Number):
-        return torch.tensor(value.value, dtype=value.dtype, device="cpu")
-    if isinstance(value, torch.Tensor):
-        return value.to("cpu" if offload else value.device, copy=True)
-    # Also copies lists of tensors: some optimizers keep a history.
-    return copy.deepcopy(value)
+    numbers = [{"params": range(len(source.keys))}]
+    keys = parameters_of(given.get("param_groups", numbers))
+    if problems := optimizer_states.key_problems(source, keys):
+        return {}, problems
+    return dict(zip(keys, source.keys, strict=True)) | source.named, []
 
 
 # ---- 2. comparing ---------------------------------------------------------------------------------------------------
 
 
 def _facts_of_all_ranks(
-    names: ParameterNames, states: States
+    source: NamedOptimizer, states: States
 ) -> tuple[Facts, list[str]]:
     """The facts of all parameters, the same on all ranks of a shard group, and a description of each mismatch."""
-    in_units = {names.owners[name] for name in names.unit_of} & states.keys()
+    in_units = {source.owners[name] for name in source.unit_of} & states.keys()
     facts = {
         owner: facts_of(states[owner], owner.shape, elementwise=states[owner])
         for owner in in_units
     }
     # Sent without names, which are equal on all ranks.
-    mine = [facts.get(names.owners[name]) for name in names.unit_of]
+    mine = [facts.get(source.owners[name]) for name in source.unit_of]
     # Replicas have equal shards, so the facts of this rank's shard group are enough.
     by_rank = exchange(
-        groups_of(MeshGroups(unit.mesh.shard, None) for unit in names.units), mine
+        groups_of(MeshGroups(unit.mesh.shard, None) for unit in source.units), mine
     )
     merged: Facts = {}
     problems: list[str] = []
-    for number, (name, unit) in enumerate(names.unit_of.items()):
+    for number, (name, unit) in enumerate(source.unit_of.items()):
         ranks = (
             [rank_of_this_process()] if unit.group is None else list(unit.group.ranks)
         )
@@ -271,70 +189,8 @@ def _facts_of_all_ranks(
         reported = {rank: found for rank, found in known.items() if found is not None}
         if reported:
             merged[name] = next(iter(reported.values()))
-            problems.extend(_mismatches(unit, name, holders, reported))
+            problems.extend(optimizer_states.mismatches(unit, name, holders, reported))
     return merged, problems
-
-
-def _mismatches(
-    unit: UnitCodec, name: str, holders: list[int], reported: dict[int, Any]
-) -> Iterator[str]:
-    """Describes how the facts of one parameter differ between ranks. Only ranks with an element are compared."""
-    lacking = [rank for rank in holders if rank not in reported]
-    if lacking:
-        yield detail(
-            "state-on-some-ranks", name=name, having=list(reported), lacking=lacking
-        )
-    for key, first, rank in differences(reported) if holders and not lacking else ():
-        yield detail(
-            "state-differs",
-            key=key,
-            name=name,
-            expected=reported[first].get(key),
-            first=first,
-            found=reported[rank].get(key),
-            rank=rank,
-        )
-    for key, fact in next(iter(reported.values())).items():
-        if (
-            isinstance(fact, PerElement)
-            and fact.shape is not None
-            and not unit.keeps_shapes
-        ):
-            yield detail("state-unfit", key=key, name=name, shape=fact.shape)
-
-
-def differences(
-    reported: Mapping[Any, Mapping[str, Any]],
-) -> Iterator[tuple[str, Any, Any]]:
-    """The states whose facts differ from the first ones: the state's name, and the keys of the two facts."""
-    first, *others = reported or [None]
-    for other in others:
-        expected = reported[first]
-        found = reported[other]
-        for key in sorted({*expected, *found}):
-            if (
-                key not in expected
-                or key not in found
-                or not _same(expected[key], found[key])
-            ):
-                yield key, first, other
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values for a whole parameter are equal; they may be lists or dicts of tensors."""
-    mine, shape = tree_flatten(one)
-    theirs, other_shape = tree_flatten(other)
-    return shape == other_shape and all(map(_equal, mine, theirs))
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype is other.dtype and torch.equal(one, other)
-    return (
-        not isinstance(one, torch.Tensor)
-        and not isinstance(other, torch.Tensor)
-        and bool(one == other)
-    )
 
 
 # ---- 3. unit by unit, one state at a time ---------------------------------------------------------------------------

@@ -36,10 +36,10 @@ import torch
 from torch import Tensor, nn
 
 from minifsdp.cases import parts_of_units
-from minifsdp.checkpoint import agreement
 from minifsdp.checkpoint.codec import UnitCodec, dotted, plain_path, rename
 from minifsdp.checkpoint.state_dict_options import Form, named_wrappers, state_of
 from minifsdp.checkpoint.tensors import copy_shared, memory_of
+from minifsdp.checks import agreement
 from minifsdp.engine.events import events
 from minifsdp.engine.exchange import exchange, groups_of
 from minifsdp.engine.layout import ParamInfo
@@ -111,13 +111,14 @@ def _unchanged_until_forward(
         return set()
     managed = {None, *(memory_of(unit.layout.local_values()) for unit in units)}
     # On the CPU, another process can write to shared memory.
-    leaves = [one for one in tensors if one.is_leaf and memory_of(one) not in managed]
-    unchanged = [
-        one
-        for one in leaves
-        if one.grad is None and (one.device.type != "cpu" or not one.is_shared())
-    ]
-    return set(map(memory_of, unchanged))
+    return {
+        memory_of(one)
+        for one in tensors
+        if one.is_leaf
+        and one.grad is None
+        and memory_of(one) not in managed
+        and (one.device.type != "cpu" or not one.is_shared())
+    }
 
 
 def agree(
@@ -298,7 +299,7 @@ def _write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -
             values = [codec.in_form(full, form, full.device) for full in full_values]
             state.update({key: values[number] for key, number in codec.keys.items()})
         if recorder is not None and group is not None:
-            recorder.begin("FREE", codec.unit.name, num_bytes=layout.num_bytes)
+            recorder.freed(codec.unit)
     elif is_wanted:
         # The walk has written real values, and custom code may have changed them.
         for key in [

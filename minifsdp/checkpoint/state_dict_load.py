@@ -7,7 +7,8 @@ Afterwards the wrapper corrects the lists of missing and unexpected keys, and th
 
 The walk finds a missing key only after it has overwritten a part of the model. Also, the rows of a sharded dict are
 all-gathered, so if one rank stops there, the others wait. Therefore the outermost wrapper checks the whole dict first,
-and the ranks compare their problems. Worked example, two ranks, rank 1 has read a damaged file::
+and the ranks compare their problems. ``checks/state_dicts.py`` contains these checks. Worked example, two ranks, rank 1
+has read a damaged file::
 
     rank 0 finds    nothing                                          raises, because of rank 1
     rank 1 finds    Missing key(s) in state_dict: "0.bias"           raises
@@ -25,28 +26,20 @@ Spec: SD-FULL-08, SD-FULL-09, SD-FULL-13, SD-SHARD-03, SD-LOCAL-03, SD-LOCAL-04,
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parameter import is_lazy
 
-from minifsdp.checkpoint import agreement, state_dict, tensors
+from minifsdp.checkpoint import state_dict, tensors
 from minifsdp.checkpoint.codec import UnitCodec, dotted, plain_path, rename
 from minifsdp.checkpoint.state_dict_options import Form, StateDictState, state_of
-from minifsdp.engine.exchange import groups_of
+from minifsdp.checks import state_dicts
 from minifsdp.engine.flat_params import FLAT_NAME
-from minifsdp.engine.messages import detail
 from minifsdp.fsdp1.full_params import check_idle
 from minifsdp.fsdp1.wrapper import PREFIX, Wrapper, units_in
-
-# The beginning of the error message of nn.Module.
-OPENING = "Error(s) in loading state_dict for FullyShardedDataParallel: "
-
-# All modules to load, each with the prefix of its keys.
-_Modules = Sequence[tuple[str, nn.Module]]
 
 
 def load(
@@ -121,7 +114,7 @@ def before_walk(
             wrapper, meshes, "load_state_dict()", state_dict.reads_while_loaded
         )
         # If a plain module contains this one, `strict` is unknown here, and that module checks the keys itself.
-        _refuse_misfit(wrapper, form, state, prefix, strict=kept.is_strict)
+        state_dicts.refuse_misfit(wrapper, form, state, prefix, strict=kept.is_strict)
         _distribute_plain_values(wrapper, state, prefix)
     rename(state, prefix, prefix + PREFIX)
     kept.unsharded.close()
@@ -160,12 +153,7 @@ def _take_shard(
     kept.own_keys = {key: key in state for key in codec.keys}
     given = {key: state.pop(key) for key in codec.keys if key in state}
     # Checked again: custom code of an outer module may have changed a value.
-    problems = [
-        problem
-        for key, value in given.items()
-        for problem in codec.misfit(key, key, value, form)
-    ]
-    agreement.refuse_together([], problems, OPENING)
+    state_dicts.refuse_values(codec, given, form)
     return codec.copy_into(codec.layout.local_values().clone(), given)
 
 
@@ -175,11 +163,12 @@ def after_walk(wrapper: Wrapper, incompatible: Any) -> None:
     kept.unsharded.close()
     # The lists are for the whole tree, and inner wrappers have already converted names, so plain names are compared.
     own = {plain_path(key): has_value for key, has_value in kept.own_keys.items()}
-    missing = [
-        name for name in map(plain_path, incompatible.missing_keys) if name not in own
-    ]
     incompatible.missing_keys[:] = [
-        *missing,
+        *(
+            name
+            for name in map(plain_path, incompatible.missing_keys)
+            if name not in own
+        ),
         *(name for name, has_value in own.items() if not has_value),
     ]
     incompatible.unexpected_keys[:] = map(plain_path, incompatible.unexpected_keys)
@@ -226,128 +215,3 @@ def _distribute_plain_values(
             state[key] = distribute_tensor(
                 value, parameter.device_mesh, parameter.placements, src_data_rank=None
             )
-
-
-# ---- the check before the walk --------------------------------------------------------------------------------------
-
-
-def _refuse_misfit(
-    wrapper: Wrapper, form: Form, state: Mapping[str, Any], prefix: str, *, strict: bool
-) -> None:
-    """Raises on all ranks if the dict of any rank does not fit. All ranks of the units' groups must call it."""
-    modules = [
-        (prefix + dotted(path), module)
-        for path, module in wrapper.named_modules(remove_duplicate=False)
-    ]
-    wrappers = [
-        (start, module) for start, module in modules if isinstance(module, Wrapper)
-    ]
-    codecs = [
-        UnitCodec(inner, start) for start, inner in wrappers if inner._unit is not None
-    ]
-    groups = groups_of(inner._mesh for _, inner in wrappers)
-    if form.is_local:
-        problems = [
-            problem
-            for codec in codecs
-            for problem in _local_problems(codec, state, strict)
-        ]
-    else:
-        problems = list(_problems(state, prefix, modules, codecs, form, strict=strict))
-    problems.extend(
-        detail("load-while-hidden", unit=start)
-        for start, inner in wrappers
-        if state_dict.is_hidden(inner)
-    )
-    agreement.refuse_together(groups, problems, OPENING)
-    if not form.is_local:
-        # Rows are all-gathered key by key, and a full value must be loaded on all ranks or on none.
-        held = {
-            key
-            for key, value in state.items()
-            if not form.is_sharded or tensors.is_sharded(value)
-        }
-        rows = (key for codec in codecs for key in codec.keys if key in held)
-        agreement.refuse_lacking(
-            groups, (detail("rows-lacking-of-unit", key=key) for key in rows), OPENING
-        )
-
-
-def _problems(
-    state: Mapping[str, Any],
-    prefix: str,
-    modules: _Modules,
-    codecs: Sequence[UnitCodec],
-    form: Form,
-    *,
-    strict: bool,
-) -> Iterator[str]:
-    """Missing and unexpected keys, values with a wrong shape, and values in another form than the chosen one."""
-    codec_of = {key: codec for codec in codecs for key in codec.keys}
-    # The shape of every tensor that a dict must have: of the units' parameters and of all other tensors.
-    shapes = {key: tuple(codec.shapes[key]) for key, codec in codec_of.items()}
-    for start, module in modules:
-        left_out = {FLAT_NAME, *module._non_persistent_buffers_set}
-        for name, tensor in [
-            *module.named_parameters(recurse=False, remove_duplicate=False),
-            *module.named_buffers(recurse=False, remove_duplicate=False),
-        ]:
-            if name not in left_out and not is_lazy(tensor):
-                shapes.setdefault(start + name, tuple(tensor.shape))
-    # Prefixes of keys that a module loads with custom code.
-    elsewhere = tuple(
-        start for start, module in modules if state_dict.loads_itself(module)
-    )
-    for key, shape in shapes.items():
-        is_elsewhere = key.startswith(elsewhere)
-        found = tuple(getattr(state.get(key), "shape", shape))
-        # Old versions of torch saved a 0-d tensor as a tensor of one element, and nn.Module still reads it.
-        is_old = (shape, found) == ((), (1,))
-        # Dicts of torch before 0.4.1 have no counter of batches, and batch norms accept that.
-        is_counter = key.rpartition(".")[2] == "num_batches_tracked"
-        if key not in state:
-            if strict and not is_counter and not is_elsewhere:
-                yield detail("key-missing", key=key, shape=shape)
-        elif key in codec_of:
-            yield from codec_of[key].misfit(
-                key, key, state[key], form, any_shape=is_elsewhere
-            )
-        elif found != shape and not is_old and not is_elsewhere:
-            yield detail("size-mismatch", key=key, shape=shape, found=found)
-    known = {*shapes, *(start + "_extra_state" for start, _ in modules)}
-    for key in state if strict else ():
-        if (
-            key.startswith(prefix)
-            and key not in known
-            and not key.startswith(elsewhere)
-        ):
-            yield detail("key-unexpected", key=key)
-    if form.is_sharded:
-        sharded = [
-            key
-            for key, codec in codec_of.items()
-            if codec.group is not None and key in state
-        ]
-        yield from tensors.all_unsharded((key, state[key]) for key in sharded)
-
-
-def _local_problems(
-    codec: UnitCodec, state: Mapping[str, Any], strict: bool
-) -> Iterator[str]:
-    where = codec.local_key
-    found = codec.given_shard(state)
-    mine = codec.layout.local_values()
-    if found is None:
-        if strict:
-            yield detail("local-missing", where=where, expected=mine.numel())
-    elif not isinstance(found, torch.Tensor):
-        yield detail("no-tensor", key=where, type=type(found).__name__)
-    elif (found.numel(), found.dtype) != (mine.numel(), mine.dtype):
-        yield detail(
-            "local-size",
-            where=where,
-            found=found.numel(),
-            mine=mine.numel(),
-            found_dtype=found.dtype,
-            dtype=mine.dtype,
-        )

@@ -25,9 +25,9 @@ Spec: SD-SHARD-01, SD-SHARD-02, SD-CFG-18, SD-FULL-07, SAVE-01.
 
 import warnings
 from collections import Counter
-from collections.abc import Collection, Generator, Iterable, Iterator, MutableMapping
+from collections.abc import Collection, Generator, Iterable, MutableMapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,13 +36,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from torch.overrides import is_tensor_like
 
 from minifsdp.engine import collectives
-from minifsdp.engine.mesh import Group
-from minifsdp.engine.messages import detail
-from minifsdp.engine.precision import map_tensors
+from minifsdp.engine.exchange import call
+from minifsdp.engine.mesh import Group, MeshGroups
+from minifsdp.engine.precision import map_tensors, move
 from minifsdp.engine.shards import local_tensor, shard_of, shard_range, shard_shape
+
+T = TypeVar("T")
 
 # ---- from unsharded tensors to rows ---------------------------------------------------------------------------------
 
@@ -134,84 +135,17 @@ def on_this_rank(value: Any) -> torch.Tensor:
 
 def is_sharded_like(value: Any, other: Any) -> bool:
     """Whether a value is a ``DTensor`` on the mesh of ``other``, a ``DTensor`` or a spec, with the same placements."""
-    same_kind = isinstance(value, DTensor) and hasattr(other, "device_mesh")
-    return same_kind and (value.device_mesh, value.placements) == (
-        other.device_mesh,
-        other.placements,
+    return (
+        isinstance(value, DTensor)
+        and hasattr(other, "device_mesh")
+        and value.device_mesh == other.device_mesh
+        and value.placements == other.placements
     )
 
 
 def complete(value: Any) -> Any:
     """The full tensor of a ``DTensor``; other values are returned. All ranks of its mesh must call it."""
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def placement_of(value: DTensor) -> str:
-    """The ranks and the placements of a DTensor, for messages."""
-    return (
-        f"on ranks {value.device_mesh.mesh.tolist()} with placements {value.placements}"
-    )
-
-
-def misplaced_rows(
-    value: Any, where: str, group: Group | None, *, may_be_sharded: bool
-) -> Iterator[str]:
-    """Describes how the sharding of a value differs from that of this module; empty if it does not.
-
-    Args:
-        value: a value of a state dict.
-        where: its name.
-        group: the ranks that share it.
-        may_be_sharded: whether values may be sharded; a full value is always allowed.
-    """
-    if not is_sharded(value):
-        return
-    if not may_be_sharded:
-        yield detail("full-expected", where=where, type=type(value).__name__)
-        return
-    shape = tuple(_shape_in_group(value, group))
-    rows = range(shape[0] if shape else 0)
-    if group is not None:
-        rows = shard_range(len(rows), group.size, group.rank)
-    found = tuple(on_this_rank(value).shape)
-    expected = (len(rows), *shape[1:]) if shape else ()
-    how = (
-        f" (the DTensor is {placement_of(value)})" if isinstance(value, DTensor) else ""
-    )
-    if found != expected:
-        yield detail("rows-shape", where=where, expected=expected, found=found, cut=how)
-    elif rows and shape == tuple(value.size()) and _first_row(value) != rows.start:
-        yield detail(
-            "rows-start",
-            where=where,
-            start=rows.start,
-            found=_first_row(value),
-            cut=how,
-        )
-
-
-def all_unsharded(values: Iterable[tuple[str, Any]]) -> Iterator[str]:
-    """Describes the problem if no value is sharded. ``values`` are pairs of a name and a value.
-
-    A sharded state dict may contain some full tensors, from units that were not sharded. If all are full, the dict has
-    another form.
-    """
-    tensors = [
-        (where, value)
-        for where, value in values
-        if is_tensor_like(value) and has_rows(value.size())
-    ]
-    if tensors and not any(is_sharded(value) for _, value in tensors):
-        yield detail("all-full", where=tensors[0][0])
-
-
-def _first_row(value: Any) -> int:
-    """The index of this rank's first row in the full tensor; the rank must have rows."""
-    if isinstance(value, DTensor):
-        return compute_local_shape_and_global_offset(
-            value.shape, value.device_mesh, value.placements
-        )[1][0]
-    return cast(int, value.local_shards()[0].metadata.shard_offsets[0])
 
 
 def gathered_rows(
@@ -228,7 +162,7 @@ def gathered_rows(
     if group is None or (isinstance(value, DTensor) and not _axes_in(value, group)):
         # The ranks of the group have equal rows, which tensor parallelism has sharded.
         return rows
-    shape = _shape_in_group(value, group)
+    shape = shape_in_group(value, group)
     mine = torch.zeros(
         shard_shape(shape, 0, group.size, 0), dtype=rows.dtype, device=device
     )
@@ -240,7 +174,7 @@ def gathered_rows(
     return gathered[: shape[0]]
 
 
-def _shape_in_group(value: Any, group: Group | None) -> torch.Size:
+def shape_in_group(value: Any, group: Group | None) -> torch.Size:
     """The shape of the tensor that the ranks of ``group`` share; with tensor parallelism, smaller than the value."""
     if not isinstance(value, DTensor) or group is None:
         return torch.Size(value.size())
@@ -340,3 +274,30 @@ def copy_shared(
     for key in keys:
         state[key] = map_tensors(unshared, state[key])
     return shared
+
+
+# ---- from the first rank -------------------------------------------------------------------------------------------
+
+
+def value_of_first_rank(value: T, groups: Iterable[Group | None]) -> T:
+    """Returns the first rank's value. It is broadcast in one group after the other. ``None`` is a group of one rank."""
+    existing = [group for group in groups if group is not None]
+    box = [move(torch.device("cpu"), value) if existing else value]
+    for group in existing:
+        call(dist.broadcast_object_list, group, box, group.ranks[0])
+    return box[0]
+
+
+def shard_of_first_rank(
+    mesh: MeshGroups, bucket: torch.Tensor | None, mine: torch.Tensor
+) -> torch.Tensor:
+    """Fills ``mine`` from the first rank's ``bucket``: a scatter over its shard group, then a broadcast to replicas."""
+    if mesh.shard is None:
+        if bucket is not None:
+            mine.copy_(bucket)
+    elif mesh.replicate is None or mesh.replicate.rank == 0:
+        shards = None if bucket is None else list(bucket.chunk(mesh.shard.size))
+        call(dist.scatter, mesh.shard, mine, shards, mesh.shard.ranks[0])
+    if mesh.replicate is not None:
+        call(dist.broadcast, mesh.replicate, mine, mesh.replicate.ranks[0])
+    return mine

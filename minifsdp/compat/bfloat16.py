@@ -23,11 +23,9 @@ FIRST_NCCL = (2, 10)
 
 def bf16_supported() -> bool:
     """Whether bfloat16 is native on this rank's GPU and in NCCL; ``False`` without CUDA. Nothing is communicated."""
-    is_native = torch.cuda.is_available() and torch.cuda.is_bf16_supported(
-        including_emulation=False
-    )
     return (
-        is_native
+        torch.cuda.is_available()
+        and torch.cuda.is_bf16_supported(including_emulation=False)
         and dist.is_nccl_available()
         and torch.cuda.nccl.version()[:2] >= FIRST_NCCL
     )

@@ -29,12 +29,13 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
+from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
 from torch.optim import Optimizer
 
 from minifsdp.checkpoint import optim_state, optim_state_load
-from minifsdp.checkpoint.codec import parameters_of, regrouped
-from minifsdp.checkpoint.optim_state_load import Target
-from minifsdp.checkpoint.state_dict_options import Form, OptimStateKeyType
+from minifsdp.checkpoint.codec import NamedOptimizer, parameters_of, regrouped
+from minifsdp.checkpoint.state_dict_options import Form
+from minifsdp.checks import optimizer_states
 from minifsdp.checks.arguments import MODULE, OPTIMIZER, require
 from minifsdp.engine.messages import message, warn, warn_renamed
 
@@ -55,7 +56,8 @@ def save(
     require(OPTIMIZER, name, optim=optim)
     warn_renamed(f"{WRAPPER}.{name}", f"{WRAPPER}.optim_state_dict")
     _warn_of(optim_input)
-    return optim_state.save(model, optim, optim.state_dict(), form, group)
+    source = NamedOptimizer(model, optim, form)
+    return optim_state.save(source, optim.state_dict(), group)
 
 
 def load(
@@ -99,7 +101,7 @@ def target(
     optim_input: OptimInput | None,
     optim: Optimizer | None,
     form: Form,
-) -> Target:
+) -> NamedOptimizer:
     """The given optimizer, or a new one of ``optim_input``, or a new one of all parameters in one group.
 
     The older method ``name`` calls it.
@@ -112,11 +114,11 @@ def target(
         optim = Optimizer(
             model.parameters() if optim_input is None else optim_input, {}
         )
-    return Target(model, optim, form, is_lenient=True)
+    return NamedOptimizer(model, optim, form, is_lenient=True)
 
 
 def rekey(
-    given: dict[str, Any], key_type: OptimStateKeyType, target: Target
+    given: dict[str, Any], key_type: OptimStateKeyType, target: NamedOptimizer
 ) -> dict[str, Any]:
     """A full dict with names or IDs as keys.
 
@@ -136,12 +138,12 @@ def rekey(
     keys = [*given["state"], *parameters_of(given["param_groups"])]
     if all(isinstance(key, str) is to_names for key in keys):
         return given
-    if problems := target.names.unknown(target.keys):
+    if problems := optimizer_states.unknown_parameters(target):
         raise ValueError(message("optimizer-parameters", problem=problems[0]))
     numbered = [
         (number, name)
         for owner, number in target.keys.items()
-        for name in target.names.of[owner]
+        for name in target.of[owner]
     ]
     table: dict[Any, Any] = (
         dict(numbered) if to_names else {name: number for number, name in numbered}

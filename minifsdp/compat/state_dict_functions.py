@@ -64,8 +64,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from minifsdp.checkpoint import agreement, optim_state, optim_state_load
+from minifsdp.checkpoint import optim_state, optim_state_load
 from minifsdp.checkpoint.codec import (
+    NamedOptimizer,
     UnitCodec,
     dotted,
     parameters_of,
@@ -73,7 +74,8 @@ from minifsdp.checkpoint.codec import (
 )
 from minifsdp.checkpoint.loading import reshard_all
 from minifsdp.checkpoint.state_dict_options import Form, StateDictType, named_wrappers
-from minifsdp.checkpoint.tensors import is_sharded
+from minifsdp.checkpoint.tensors import is_sharded, value_of_first_rank
+from minifsdp.checks import agreement
 from minifsdp.engine.exchange import groups_of
 from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.mesh import MeshGroups
@@ -198,13 +200,11 @@ def _received(
     groups = [*tensor_parallel_groups(units), mesh.replicate, mesh.shard]
 
     def receive(key: str) -> Any:
-        value = agreement.value_of_first_rank(given.get(key), groups)
+        value = value_of_first_rank(given.get(key), groups)
         return value if key not in of_unit else of_unit[key].rows(key, value)
 
     # Each full value is released before the next one is received, so no rank stores the model.
-    received = {
-        key: receive(key) for key in agreement.value_of_first_rank(list(given), groups)
-    }
+    received = {key: receive(key) for key in value_of_first_rank(list(given), groups)}
     return received, any(map(is_sharded, received.values()))
 
 
@@ -232,9 +232,8 @@ def get_optimizer_state_dict(
             get_without_wrappers(
                 nn.ParameterList(parameters_of(optimizer.param_groups)), optimizer
             )
-        saved = optim_state.save(
-            model, optimizer, optimizer.state_dict(), _form(options), clean=_uncompiled
-        )
+        source = NamedOptimizer(model, optimizer, _form(options), clean=_uncompiled)
+        saved = optim_state.save(source, optimizer.state_dict())
         # Only the first rank may get a result, but all ranks convert the states of all optimizers.
         if saved:
             merged["state"].update(saved["state"])
@@ -273,18 +272,18 @@ def set_optimizer_state_dict(
     listed = _listed(optimizers)
     form = _form(options or StateDictOptions())
     for optimizer in listed:
-        target = optim_state_load.Target(model, optimizer, form, clean=_uncompiled)
+        target = NamedOptimizer(model, optimizer, form, clean=_uncompiled)
         given = optim_state_dict or {}
         if given and "state" not in given:
             given = _unflattened(
                 given,
                 [
-                    target.names.originals_of(group["params"])
+                    target.originals_of(group["params"])
                     for group in optimizer.param_groups
                 ],
             )
         if given and len(listed) > 1:
-            given = _part(given, set(target.names.originals_of(target.keys)))
+            given = _part(given, set(target.originals_of(target.keys)))
         optimizer.load_state_dict(optim_state_load.load(target, given))
 
 
@@ -334,19 +333,19 @@ def _part(given: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
 
 def _flattened(given: Mapping[str, Any]) -> dict[str, Any]:
     """A dict with one level. The settings of a group are stored for each of its parameters."""
-    flat = {
+    states = {
         f"state.{name}.{key}": value
         for name, of in given["state"].items()
         for key, value in of.items()
     }
-    for group in given["param_groups"]:
-        settings = {key: value for key, value in group.items() if key != "params"}
-        flat |= {
-            f"param_groups.{name}.{key}": value
-            for name in group["params"]
-            for key, value in settings.items()
-        }
-    return flat
+    settings = {
+        f"param_groups.{name}.{key}": value
+        for group in given["param_groups"]
+        for name in group["params"]
+        for key, value in group.items()
+        if key != "params"
+    }
+    return states | settings
 
 
 def _unflattened(flat: Mapping[str, Any], groups: list[list[str]]) -> dict[str, Any]:

@@ -16,13 +16,12 @@ Worked example, one unit of 3 and 1 elements on two ranks. Rank 0's shard ``[a0 
 ``[a2 b0]`` one of each. After the conversion on rank 1, both are float32 there, ``a`` and ``b`` with one element each.
 
 The functions of ``torch.distributed.checkpoint.state_dict`` set three more attributes before they call
-``state_dict()``. Their values are of torch's classes, so they are converted. They also check each module with
-``isinstance`` for torch's wrapper, before they remove its prefix from names. So at this place alone, ``__class__`` of a
-wrapper is a subclass of torch's class. This class is only compared: nothing is inherited
-from it. Then torch's functions save and load the model correctly. They do not support the optimizer state, because
-torch's code reads internals of the handle. Reading these raises an error that names the functions of
-``state_dict_functions.py``. If a program has replaced torch's names, torch's functions call minifsdp's methods, and all
-of them work.
+``state_dict()``. They also check each module with ``isinstance`` for torch's wrapper, before they remove its prefix
+from names. So at this place alone, ``__class__`` of a wrapper is a subclass of torch's class. This class is only
+compared: nothing is inherited from it. Then torch's functions save and load the model correctly. They do not support
+the optimizer state, because torch's code reads internals of the handle. Reading these raises an error that names the
+functions of ``state_dict_functions.py``. If a program has replaced torch's names, torch's functions call minifsdp's
+methods, and all of them work.
 
 *In torch:* ``params``, ``_has_params``, ``_flat_param``, ``_handle``, ``_is_root``, ``training_state``,
 ``_state_dict_type``, ``_state_dict_config``, ``_optim_state_dict_config``, ``_sync_gradients`` and the attributes of
@@ -34,18 +33,15 @@ Spec: NAMES-08, NAMES-11, NAMES-12, ORIG-01, SD-CFG-02, START-08, START-09, PROG
 import dataclasses
 import functools
 import sys
-from enum import Enum
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
-from torch.distributed.fsdp import api as torch_api
 from torch.distributed.fsdp.fully_sharded_data_parallel import TrainingState
 
-from minifsdp.checkpoint import state_dict_options
-from minifsdp.checkpoint.state_dict_options import state_of
+from minifsdp.checkpoint.state_dict_options import settings_for, state_of
 from minifsdp.engine.messages import message
 from minifsdp.engine.unit import Phase
 from minifsdp.fsdp1.build import FlatUnit
@@ -59,34 +55,28 @@ class Slice:
         unit: the unit.
 
     Attributes:
-        dtype, device, shape: those of the shard.
+        dtype, device, shape, numel: those of the shard, which includes padding.
         requires_grad: whether any parameter of the unit requires gradients.
     """
 
     def __init__(self, unit: FlatUnit) -> None:
         self._unit = unit
-        registered = unit.layout.registered
-        shard = registered.shard
-        self.requires_grad = registered.requires_grad
-        self.dtype = shard.dtype
-        self.device = shard.device
-        self.shape = shard.shape
+        self._shard = unit.layout.registered.shard
+        self.requires_grad = unit.layout.registered.requires_grad
         self._fqns = tuple(owned.path for owned in unit.layout.parameters)
 
-    def __getattr__(self, name: str) -> NoReturn:
-        """Raises an error for attributes that do not exist.
+    def __getattr__(self, name: str) -> Any:
+        """The attributes and methods of the shard that are listed above.
 
         Raises:
-            AttributeError: always; the message names the function to call instead.
+            AttributeError: for other names; the message names the function to call instead.
         """
+        if name in ("dtype", "device", "shape", "numel"):
+            return getattr(self._shard, name)
         # Torch's functions for optimizer states read these attributes of a handle first.
         if name in ("_use_orig_params", "flat_param"):
             raise AttributeError(message("foreign-optimizer-state", name=name))
         raise AttributeError(message("flat-parameter-name", name=name))
-
-    def numel(self) -> int:
-        """Number of elements of the shard, including padding."""
-        return self.shape.numel()
 
     @property
     def data(self) -> torch.Tensor:
@@ -119,29 +109,20 @@ def _torchs_class(own: Any) -> type:
 
 
 def setting(name: str) -> property:
-    """A property for a field of the state dict settings, read and written as instances of torch's classes."""
+    """A property for a field of the state dict settings."""
 
     def read(wrapper: Wrapper) -> Any:
-        return _translated(getattr(state_of(wrapper).settings, name), torch_api)
+        return getattr(state_of(wrapper).settings, name)
 
     def write(wrapper: Wrapper, value: Any) -> None:
-        ours = _translated(value, state_dict_options)
         # Setting a type also sets its default configurations.
         is_type = name == "state_dict_type"
         before = (
-            state_dict_options.settings_for(ours, None, None)
-            if is_type
-            else state_of(wrapper).settings
+            settings_for(value, None, None) if is_type else state_of(wrapper).settings
         )
-        state_of(wrapper).settings = dataclasses.replace(before, **{name: ours})
+        state_of(wrapper).settings = dataclasses.replace(before, **{name: value})
 
     return property(read, write)
-
-
-def _translated(value: Any, into: Any) -> Any:
-    """Converts a type or configuration to the class of the same name in ``into``."""
-    target = getattr(into, type(value).__name__)
-    return target[value.name] if isinstance(value, Enum) else target(**vars(value))
 
 
 class TorchNames(Wrapper):

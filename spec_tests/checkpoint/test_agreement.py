@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp.checkpoint import agreement
+from minifsdp.checks import agreement
 from minifsdp.checks.collective_log import log
 from minifsdp.engine.exchange import exchange, groups_of
 from minifsdp.engine.mesh import Group, MeshGroups

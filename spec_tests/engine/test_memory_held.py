@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from minifsdp.checkpoint import agreement
+from minifsdp.checks import agreement
 from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group
 from minifsdp_gloo import transport as gloo

@@ -8,7 +8,7 @@ from spec_tools.mutants.mutant import Mutant
 __all__ = ["MUTANTS"]
 
 MUTANTS = [
-    # --- checkpoint/agreement.py ---
+    # --- checks/agreement.py ---
     Mutant(
         "rank0-states-not-to-replicas",
         "OSD-LOAD-05 OSD-SCAT-01",
@@ -74,14 +74,18 @@ MUTANTS = [
         "states-outside-of-units-are-left-out",
         "OSD-08",
         "States of parameters outside all units are not saved.",
-        remove("save", "$found[$name] = {$key: copied(...) for $key, $value in $values.items()}"),
+        remove("save", "$found[$name] = {$key: copied(...) for $key, $value in $values}"),
     ),
     # --- checkpoint/optim_state_load.py ---
     Mutant(
         "states-of-one-rank-only",
         "OSD-LOAD-01 OSD-LOAD-03",
         "A state that one rank's dict lacks is not noticed.",
-        replace("load", "[detail('states-on-others', name=$name) for $name in $units if $state.get($name)]", "[]"),
+        replace(
+            "refuse_misfit",
+            "[detail('states-on-others', name=$name) for $name in $units if $state.get($name)]",
+            "[]",
+        ),
     ),
     Mutant(
         "groups-by-place-lost",
@@ -218,7 +222,7 @@ MUTANTS = [
         "weights-of-rank-0-stay-there",
         "PROG-92",
         "The weights of rank 0 are not sent to the other ranks.",
-        replace("_received", "agreement.value_of_first_rank(given.get($key), $groups)", "given.get($key)"),
+        replace("_received", "value_of_first_rank(given.get($key), $groups)", "given.get($key)"),
     ),
     Mutant(
         "received-dict-is-kept",

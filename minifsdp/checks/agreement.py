@@ -7,7 +7,6 @@ They take place *before* the first tensor is sent. Each one replaces a hang with
   a common mistake is to call it under ``if rank == 0``. Every rank registers in the group's store and waits there.
 * `exchange` of ``engine/exchange.py`` sends facts to all ranks. For example, an optimizer may have a state on one rank
   and none on another.
-* `value_of_first_rank` and `shard_of_first_rank` send the dict of the first rank, if only that rank has one.
 * `refuse_together` raises on all ranks if one rank found a problem. If only that rank raised, the others would continue
   into a collective and hang.
 
@@ -30,18 +29,16 @@ Spec: SD-FULL-03, SD-FULL-05, SD-FULL-09, OSD-FULL-02.
 import time
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from minifsdp.engine.events import events
-from minifsdp.engine.exchange import call, exchange
-from minifsdp.engine.mesh import Group, MeshGroups
+from minifsdp.engine.exchange import exchange
+from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message, some
-from minifsdp.engine.precision import move
 
-T = TypeVar("T")
 # A state dict of another model can have a problem in every key, on a thousand ranks.
 MOST_LINES = 10
 
@@ -98,30 +95,6 @@ def refuse_lacking(
     here = set(mine)
     everywhere = set.union(*exchange(groups, here).values())
     refuse_together(groups, sorted(everywhere - here), opening)
-
-
-def value_of_first_rank(value: T, groups: Iterable[Group | None]) -> T:
-    """Returns the first rank's value. It is broadcast in one group after the other. ``None`` is a group of one rank."""
-    existing = [group for group in groups if group is not None]
-    box = [move(torch.device("cpu"), value) if existing else value]
-    for group in existing:
-        call(dist.broadcast_object_list, group, box, group.ranks[0])
-    return box[0]
-
-
-def shard_of_first_rank(
-    mesh: MeshGroups, bucket: torch.Tensor | None, mine: torch.Tensor
-) -> torch.Tensor:
-    """Fills ``mine`` from the first rank's ``bucket``: a scatter over its shard group, then a broadcast to replicas."""
-    if mesh.shard is None:
-        if bucket is not None:
-            mine.copy_(bucket)
-    elif mesh.replicate is None or mesh.replicate.rank == 0:
-        shards = None if bucket is None else list(bucket.chunk(mesh.shard.size))
-        call(dist.scatter, mesh.shard, mine, shards, mesh.shard.ranks[0])
-    if mesh.replicate is not None:
-        call(dist.broadcast, mesh.replicate, mine, mesh.replicate.ranks[0])
-    return mine
 
 
 def monitored_barrier(
