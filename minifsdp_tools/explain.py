@@ -33,7 +33,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from minifsdp.engine.messages import detail, message, rank_of_this_process, some
+from minifsdp.checks.details import detail, some
+from minifsdp.engine.messages import message, rank_of_this_process
 from minifsdp_tools.cost import Cost, Job, cost_of
 from minifsdp_tools.explain_advice import (
     MOST_NAMES,

@@ -40,7 +40,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from minifsdp.engine.messages import detail, some
+from minifsdp.checks.details import detail, some
 from minifsdp_tools.explain_records import UnitSummary
 from minifsdp_tools.explain_units import is_sharded, left_out, type_of
 from minifsdp_tools.formulas import size_of

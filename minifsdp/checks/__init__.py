@@ -15,6 +15,7 @@ Functions that the front ends and ``minifsdp/checkpoint`` call before they chang
 * ``ownership.py`` finds parameters of two units and models of two APIs.
 * ``shardable.py`` checks the modules and parameters of ``fully_shard``.
 * ``arguments.py`` checks the types of arguments.
+* ``details.py`` has lines about one value in a message about several.
 * ``agreement.py`` waits for all ranks before a state dict, and raises on all of them if one has a problem.
 * ``state_dicts.py`` and ``optimizer_states.py`` describe how a state dict does not fit.
 * ``initial_weights.py`` compares the initial weights of the ranks, only with ``TORCH_DISTRIBUTED_DEBUG=DETAIL``.

@@ -34,10 +34,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from minifsdp.checks.details import some
 from minifsdp.engine.events import events
 from minifsdp.engine.exchange import exchange
 from minifsdp.engine.mesh import Group
-from minifsdp.engine.messages import message, some
+from minifsdp.engine.messages import message
 
 # A state dict of another model can have a problem in every key, on a thousand ranks.
 MOST_LINES = 10

@@ -31,10 +31,11 @@ import torch
 from torch import nn
 from torch.distributed import DebugLevel, get_debug_level
 
+from minifsdp.checks.details import detail, some
 from minifsdp.engine.exchange import exchange, groups_of
 from minifsdp.engine.layout import ParamInfo
 from minifsdp.engine.mesh import MeshGroups
-from minifsdp.engine.messages import detail, message, some, warn
+from minifsdp.engine.messages import message, warn
 from minifsdp.engine.sharded_param import ShardedParam
 from minifsdp.engine.shards import local_tensor
 

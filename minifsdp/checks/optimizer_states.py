@@ -21,8 +21,8 @@ from minifsdp.checkpoint import tensors
 from minifsdp.checkpoint.codec import NamedOptimizer, UnitCodec
 from minifsdp.checkpoint.facts import Facts, PerElement, facts_given, tensors_in
 from minifsdp.checks import agreement, state_dicts
+from minifsdp.checks.details import detail
 from minifsdp.engine.mesh import Group
-from minifsdp.engine.messages import detail
 from minifsdp.engine.precision import map_tensors
 
 

@@ -27,10 +27,11 @@ from minifsdp.checkpoint import state_dict, tensors
 from minifsdp.checkpoint.codec import UnitCodec, dotted
 from minifsdp.checkpoint.state_dict_options import Form
 from minifsdp.checks import agreement
+from minifsdp.checks.details import detail, some
 from minifsdp.engine.exchange import groups_of
 from minifsdp.engine.flat_params import FLAT_NAME
 from minifsdp.engine.mesh import Group
-from minifsdp.engine.messages import detail, message, some
+from minifsdp.engine.messages import message
 from minifsdp.engine.shards import shard_range
 from minifsdp.fsdp1.wrapper import Wrapper
 

@@ -33,11 +33,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from minifsdp.checks.details import some
 from minifsdp.debugging.attach import at_first_use, attached, warn_about_late_units
 from minifsdp.engine.exchange import exchange, groups_of
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.layout import Layout, full_name
-from minifsdp.engine.messages import message, some, warn
+from minifsdp.engine.messages import message, warn
 from minifsdp.engine.root import RootState
 from minifsdp.engine.shards import local_tensor
 from minifsdp.fsdp1.wrapper import Wrapper, clean_name

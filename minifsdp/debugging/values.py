@@ -36,6 +36,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
+from minifsdp.checks.details import detail
 from minifsdp.debugging.attach import attached
 from minifsdp.engine import collectives
 from minifsdp.engine.exchange import exchange, groups_of
@@ -43,7 +44,7 @@ from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.layout import Gradient, Layout, full_name
 from minifsdp.engine.mesh import Group
-from minifsdp.engine.messages import detail, message
+from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.precision import tensors_in
 from minifsdp.engine.root import RootState

@@ -53,18 +53,6 @@ def message(entry: str, /, **values: object) -> str:
     return f"rank {rank_of_this_process()}: {text}\n{MORE}: {PAGE}#E-{entry}, {COMMAND}{entry}"
 
 
-def detail(entry: str, /, **values: object) -> str:
-    """A line about one value inside a message about several values. It contains neither the rank nor an address."""
-    return texts()["detail"][entry].format(**values)
-
-
-def some(words: list[str] | tuple[str, ...], most: int = 10) -> str:
-    """The first words of a list for a message, and the number of words that are left out."""
-    return ", ".join(words[:most]) + (
-        f" and {len(words) - most} more" if len(words) > most else ""
-    )
-
-
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
     """Issues a warning at a line of the program: the innermost frame outside of minifsdp and torch."""
     level = 2

@@ -92,7 +92,6 @@ class RootState:
         comm_streams: CommStreams | None = None,
     ) -> None:
         self.device = device
-        self.outermost = outermost
         self._caller = outermost
         self.comm_streams = (
             comm_streams or _earlier_streams(units, device) or CommStreams(device)

@@ -58,7 +58,6 @@ def test_unit_with_the_first_outer_forward_is_the_root() -> None:
     assert [unit.policy.reshard_after_forward for unit in (root, first, second)] == [False, True, True]
     tree = model._root_state
     assert all(wrapper._root_state is tree for wrapper in FSDP.fsdp_modules(model))
-    assert tree.outermost is root
     assert all(unit.root is tree for unit in units_of(model))
     assert root.inner == {first, second}
     assert first.inner == second.inner == frozenset()
