@@ -6,13 +6,18 @@ This code runs only at construction, so its checks can be thorough. A wrong argu
 The constructor checks the arguments that do not depend on the model, chooses the mesh, chooses the device, and then
 creates the layout. The only collective in these steps creates the groups of a hybrid strategy, if the user passed none.
 
+Other code can manage a part of the model, for example an embedding that another library shards, a frozen tower on one
+device, or an expert that only this rank has. The user lists this part, and the unit around it ignores it: the unit does
+not flatten or communicate its parameters, and does not reduce their gradients. Ignoring a module ignores all its
+submodules, except inner wrappers. The user created such a wrapper explicitly, so it still shards its parameters.
+
 *In torch:* ``_init_utils.py``, 1236 lines. Passing a string as the strategy raises a bare ``KeyError`` there.
 
 Spec: CTOR-02, CTOR-06 to CTOR-09, CTOR-14, CTOR-17, CTOR-18, PREF-01, HYB-02, HYB-03, HYB-07, HYB-08, DEV-09,
-LEGACY-04, WRAP-19.
+IGN-01 to IGN-12, LEGACY-04, WRAP-19.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
@@ -25,7 +30,7 @@ from minifsdp.engine.exchange import use_device
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.mesh import Group, MeshGroups, default_group
 from minifsdp.engine.messages import message, warn
-from minifsdp.engine.unit import Unit
+from minifsdp.engine.unit import Unit, modules_of_unit
 from minifsdp.fsdp1 import policies
 from minifsdp.fsdp1.options import CPUOffload, ProcessGroups, ShardingStrategy
 
@@ -207,3 +212,65 @@ def _with_index(device: torch.device) -> torch.device:
         else device.index
     )
     return torch.device(device.type, index)
+
+
+# ---- ignored modules and parameters ---------------------------------------------------------------------------------
+
+
+class WrongElementsError(TypeError, ValueError):
+    """An element of a list has the wrong type. Programs for torch's FSDP catch either of the base classes."""
+
+
+def find_ignored(
+    module: nn.Module,
+    ignored_modules: Any,
+    ignored_states: Any,
+    is_wrapper: Callable[[nn.Module], bool],
+) -> tuple[set[nn.Module], set[nn.Parameter]]:
+    """Returns the modules and parameters that the wrapper around ``module`` ignores. Nothing is communicated.
+
+    Raises:
+        ValueError: if both arguments were given, an element is a wrapper, or parameters and modules are mixed.
+        TypeError: if an argument is not iterable or has an element of another type.
+    """
+    if ignored_modules is not None and ignored_states is not None:
+        raise ValueError(message("ignored-both"))
+    for argument, given in (
+        ("ignored_modules", ignored_modules),
+        ("ignored_states", ignored_states),
+    ):
+        if not isinstance(given, Iterable | None):
+            kind = type(given).__name__
+            raise TypeError(
+                message("ignored-not-iterable", argument=argument, type=kind)
+            )
+    roots = [] if ignored_modules is None else list(ignored_modules)
+    states = [] if ignored_states is None else list(ignored_states)
+    if not _all_are(nn.Module, roots):
+        raise WrongElementsError(message("ignored-modules-type", types=_types(roots)))
+    if _all_are(nn.Module, states):
+        roots = [*roots, *states]
+        states = []
+    elif not _all_are(nn.Parameter, states):
+        raise WrongElementsError(message("ignored-states-type", types=_types(states)))
+    if any(map(is_wrapper, roots)):
+        raise ValueError(message("ignored-wrapper"))
+    modules = {inner for _, inner in modules_of_unit(roots, is_wrapper)}
+    if module in modules:
+        warn(message("ignored-all", type=type(module).__name__))
+    return modules, {
+        *states,
+        *(
+            parameter
+            for inner in modules
+            for parameter in inner.parameters(recurse=False)
+        ),
+    }
+
+
+def _all_are(cls: type, given: list[Any]) -> bool:
+    return all(isinstance(item, cls) for item in given)
+
+
+def _types(given: list[Any]) -> list[type]:
+    return sorted({type(item) for item in given}, key=repr)

@@ -202,14 +202,8 @@ class ModuleWrapPolicy(_Policy):
         ignored_modules: set[nn.Module],
         root_kwargs: Overrides,
     ) -> Chosen:
-        candidates = (
-            module for module in root_module.modules() if module not in ignored_modules
-        )
-        return {
-            module: dict(root_kwargs)
-            for module in candidates
-            if self(module, recurse=False)
-        }
+        policy = CustomPolicy(functools.partial(self, recurse=False))
+        return policy._run_policy(root_module, ignored_modules, root_kwargs)
 
     def __call__(
         self, module: nn.Module, recurse: bool, *args: Any, **kwargs: Any
@@ -304,9 +298,7 @@ def decision_of(
             root_module, {root_module, *ignored_modules}, {}
         )
         return lambda module, recurse, numel: {} if recurse else chosen.get(module)
-    bound = (
-        policy if isinstance(policy, functools.partial) else functools.partial(policy)
-    )
+    bound = functools.partial(policy)
     if bound.func is default_auto_wrap_policy:
         warn_renamed("default_auto_wrap_policy", "size_based_auto_wrap_policy")
         bound = functools.partial(

@@ -40,7 +40,6 @@ Spec: WRAP-03, WRAP-10, WRAP-12, WRAP-13, MP-19, MP-20, MP-21, IGN-10.
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -48,13 +47,7 @@ from torch import nn
 from minifsdp.cases.compiled_models import refuse_compiled
 from minifsdp.cases.modules_in_own_dtype import compute_in_own_dtype
 from minifsdp.engine.messages import message, warn
-from minifsdp.fsdp1.policies import (
-    Chosen,
-    Decision,
-    Overrides,
-    decision_of,
-    require_classes,
-)
+from minifsdp.fsdp1.policies import Chosen, Overrides, decision_of, require_classes
 
 
 def choose(
@@ -79,63 +72,43 @@ def choose(
         TypeError: if ``policy`` is not a policy.
     """
     ignored = {inner for module in ignored_modules for inner in module.modules()}
+    # Parameters that are not counted.
     taken = {*ignored_params, *(p for module in ignored for p in module.parameters())}
-    search = _Search(
-        root_module,
-        decision_of(policy, root_module, ignored),
-        set_apart,
-        taken,
-        decided=set(ignored),
-    )
-    search.visit(root_module, calls_policy=True)
-    return search.chosen
+    decision = decision_of(policy, root_module, ignored)
 
+    def decide(module: nn.Module, recurse: bool) -> Overrides | None:
+        free = (p.numel() for p in module.parameters() if p not in taken)
+        return decision(module, recurse, sum(free))
 
-@dataclass
-class _Search:
-    """One call of `choose`.
-
-    A recursive function inside `choose` would be a reference cycle. It would keep the unsharded parameters in memory
-    until Python's garbage collector runs (COST-22).
-
-    Attributes:
-        taken: parameters that are not counted.
-        decided: modules that are not visited again.
-    """
-
-    root_module: nn.Module
-    decision: Decision
-    set_apart: tuple[type[nn.Module], ...]
-    taken: set[nn.Parameter]
-    decided: set[nn.Module]
-    chosen: Chosen = field(default_factory=dict)
-
-    def decide(self, module: nn.Module, recurse: bool) -> Overrides | None:
-        return self.decision(
-            module,
-            recurse,
-            sum(p.numel() for p in module.parameters() if p not in self.taken),
-        )
-
-    def visit(self, module: nn.Module, calls_policy: bool) -> None:
-        if module in self.decided:
-            return
-        if calls_policy:
-            self.decided.add(module)
-        descend = calls_policy and self.decide(module, recurse=True) is not None
-        if descend or self.set_apart:
-            for child in module.children():
-                self.visit(child, descend)
-        if module is self.root_module:
-            return
-        overrides = self.decide(module, recurse=False) if descend else None
-        if isinstance(module, self.set_apart):
-            overrides = {**(overrides or {}), "mixed_precision": None}
-        if overrides is not None:
-            self.chosen[module] = overrides
-            self.taken.update(module.parameters())
-            # A descendant can have another place in the tree. This unit has its parameters, so do not visit it again.
-            self.decided.update(module.modules())
+    chosen: Chosen = {}
+    # Modules that are not visited again.
+    decided = set(ignored)
+    # A list, because a recursive function inside this one would be a reference cycle. It would keep the unsharded
+    # parameters in memory until Python's garbage collector runs (COST-22). Each module is in it before its children,
+    # and once more after them, each time with whether the policy is called for it.
+    left = [(root_module, True, False)]
+    while left:
+        module, calls_policy, is_after = left.pop()
+        if is_after:
+            overrides = decide(module, recurse=False) if calls_policy else None
+            if isinstance(module, set_apart):
+                overrides = {**(overrides or {}), "mixed_precision": None}
+            if overrides is not None:
+                chosen[module] = overrides
+                taken.update(module.parameters())
+                # A descendant can have another place in the tree. This unit has its parameters, so do not visit it
+                # again.
+                decided.update(module.modules())
+        elif module not in decided:
+            if calls_policy:
+                decided.add(module)
+                calls_policy = decide(module, recurse=True) is not None
+            if module is not root_module:
+                left.append((module, calls_policy, True))
+            if calls_policy or set_apart:
+                children = [(child, calls_policy, False) for child in module.children()]
+                left += reversed(children)
+    return chosen
 
 
 def apply(

@@ -47,6 +47,12 @@ MUTANTS = [
         "A unit shards over the default group and ignores process_group.",
         replace("choose_mesh", "default_group() if $given is None else $given", "default_group()"),
     ),
+    Mutant(
+        "children-of-ignored-modules-are-sharded",
+        "IGN-01",
+        "Only the ignored module's own parameters are ignored; those of its children are sharded.",
+        replace("find_ignored", "{$inner for $_, $inner in modules_of_unit($roots, $is_wrapper)}", "set($roots)"),
+    ),
     # --- fsdp1/full_params.py ---
     Mutant(
         "summoned-changes-are-lost",
@@ -65,21 +71,14 @@ MUTANTS = [
         "each-rank-decides-about-inf",
         "MP-29",
         "One rank skips an optimizer step that the other ranks take.",
-        remove("ShardedGradScaler._agreed", "call(dist.all_reduce, $group, $any_inf, dist.ReduceOp.MAX)"),
-    ),
-    # --- fsdp1/ignored.py ---
-    Mutant(
-        "children-of-ignored-modules-are-sharded",
-        "IGN-01",
-        "Only the ignored module's own parameters are ignored; those of its children are sharded.",
-        replace("find_ignored", "{$inner for $_, $inner in modules_of_unit($roots, $is_wrapper)}", "set($roots)"),
+        remove("ShardedGradScaler._unscale_grads_", "call(dist.all_reduce, $group, $any_inf, dist.ReduceOp.MAX)"),
     ),
     # --- fsdp1/initial.py ---
     Mutant(
         "replicas-are-not-synchronized",
         "SYNC-02",
         "Under a hybrid strategy only the first shard group receives rank 0's initial values.",
-        replace("_broadcast", "($mesh.replicate, $mesh.shard)", "($mesh.shard,)"),
+        replace("synchronize", "($mesh.replicate, $mesh.shard)", "($mesh.shard,)"),
     ),
     Mutant(
         "containers-are-not-initialized",
@@ -91,18 +90,7 @@ MUTANTS = [
         "to-empty-recurses",
         "META-04",
         "Allocating memory for a module overwrites the initialized values of its children.",
-        replace("_reset", "False", "True"),
-    ),
-    # --- fsdp1/names.py ---
-    Mutant(
-        "clean-names-everywhere",
-        "NAMES-04",
-        "Parameter names lack the wrapper's prefix outside summon_full_params, too.",
-        replace(
-            "NamedWrapper._shown",
-            "$name.replace(PREFIX, '') if self._shows_clean_names else $name",
-            "$name.replace(PREFIX, '')",
-        ),
+        replace("_initialize", "False", "True"),
     ),
     # --- fsdp1/policies.py ---
     Mutant(
@@ -156,7 +144,6 @@ MUTANTS = [
         "The norm omits gradients of ignored parameters.",
         never("TrainingMethods.clip_grad_norm_", "$parameter not in $owned"),
     ),
-    # --- fsdp1/training_aids.py ---
     Mutant(
         "norm-of-this-rank",
         "CLIP-02",
@@ -178,7 +165,7 @@ MUTANTS = [
         "wrapped-elements-count-again",
         "WRAP-03",
         "nonwrapped_numel counts parameters that an inner unit already manages.",
-        remove("_Search.visit", "self.taken.update($module.parameters())"),
+        remove("choose", "$taken.update($module.parameters())"),
     ),
     Mutant(
         "policy-may-split-ties",
@@ -194,13 +181,13 @@ MUTANTS = [
     ),
     # --- fsdp1/wrapper.py ---
     Mutant(
-        "inner-units-lose-the-strategy",
-        "WRAP-14",
-        "Units made by a policy all have the default strategy.",
+        "clean-names-everywhere",
+        "NAMES-04",
+        "Parameter names lack the wrapper's prefix outside summon_full_params, too.",
         replace(
-            "Wrapper.__init__",
-            "wrap.auto_wrap($module, $policy, $cls, $options, *$ignored)",
-            "wrap.auto_wrap($module, $policy, $cls, {**$options, 'sharding_strategy': None}, *$ignored)",
+            "Wrapper._shown",
+            "$name.replace(PREFIX, '') if self._shows_clean_names else $name",
+            "$name.replace(PREFIX, '')",
         ),
     ),
     Mutant(
@@ -250,6 +237,16 @@ MUTANTS = [
         ),
     ),
     # --- fully_sharded_data_parallel.py ---
+    Mutant(
+        "inner-units-lose-the-strategy",
+        "WRAP-14",
+        "Units made by a policy all have the default strategy.",
+        replace(
+            "FullyShardedDataParallel.__init__",
+            "auto_wrap($module, $policy, $cls, $options, *$ignored)",
+            "auto_wrap($module, $policy, $cls, {**$options, 'sharding_strategy': None}, *$ignored)",
+        ),
+    ),
     Mutant(
         "the-final-callback-does-nothing",
         "START-09",
