@@ -97,9 +97,8 @@ class SummonedGradients:
         layout = self._layout
         copy_replaced(layout.views_of(self._flat), gradients)
         parts = layout.registered.parts(self._flat[layout.shard_range].clone())
-        pairs = zip(parts, gradients, strict=True)
-        kept = [
+        kept = (
             part if gradient is not None and part.numel() else None
-            for part, gradient in pairs
-        ]
+            for part, gradient in zip(parts, gradients, strict=True)
+        )
         assign_gradients(layout.local_parameters, kept)

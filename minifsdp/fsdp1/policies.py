@@ -124,11 +124,10 @@ def size_based_auto_wrap_policy(
         exclude_wrap_modules: classes that never become units; ``None`` means ``EXCLUDE_WRAP_MODULES``. ``ModuleList``
             and ``ModuleDict`` have no forward, so their unit would never be all-gathered.
     """
-    if force_leaf_modules is None:
-        force_leaf_modules = size_based_auto_wrap_policy.FORCE_LEAF_MODULES  # type: ignore[attr-defined]
-    if exclude_wrap_modules is None:
-        exclude_wrap_modules = size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES  # type: ignore[attr-defined]
     declined = force_leaf_modules if recurse else exclude_wrap_modules
+    if declined is None:
+        own: Any = size_based_auto_wrap_policy
+        declined = own.FORCE_LEAF_MODULES if recurse else own.EXCLUDE_WRAP_MODULES
     return nonwrapped_numel >= min_num_params and not isinstance(
         module, tuple(declined)
     )

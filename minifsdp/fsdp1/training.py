@@ -64,23 +64,23 @@ class TrainingMethods(Wrapper):
         """
         self._only_on_the_root("no_sync()")
         self._current_root_state()
-        wrappers = [
+        units = [
             (one._unit, one._reshards)
             for one in Wrapper.fsdp_modules(self)
             if one._unit is not None
         ]
-        before = [
-            (unit, unit.policy.reduces, unit.policy.reshard_after_backward)
-            for unit, _ in wrappers
-        ]
-        for unit, reshards in wrappers:
+        before = [unit.policy for unit, _ in units]
+        for unit, reshards in units:
             # A strategy that keeps units between forward and backward also keeps them until the backward that reduces.
             unit.update_policy(reduces=False, reshard_after_backward=reshards)
         try:
             yield
         finally:
-            for unit, reduces, reshards in before:
-                unit.update_policy(reduces=reduces, reshard_after_backward=reshards)
+            for (unit, _), policy in zip(units, before, strict=True):
+                unit.update_policy(
+                    reduces=policy.reduces,
+                    reshard_after_backward=policy.reshard_after_backward,
+                )
 
     @staticmethod
     @contextmanager
@@ -156,10 +156,11 @@ class TrainingMethods(Wrapper):
         for parameter in (
             one for unit in units_in(self) for one in unit.layout.local_parameters
         ):
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+            parameter.grad = (
+                None
+                if set_to_none or parameter.grad is None
+                else parameter.grad.zero_()
+            )
 
     def clip_grad_norm_(
         self, max_norm: float | int, norm_type: float | int | str = 2.0
@@ -180,16 +181,15 @@ class TrainingMethods(Wrapper):
         self._only_on_the_root("clip_grad_norm_()")
         layouts = [unit.layout for unit in units_in(self)]
         ownership.check_reduced("clip_grad_norm_()", layouts)
-        parts = [part for layout in layouts for part in gradient_parts(layout)]
         owned = {
             parameter for layout in layouts for parameter in layout.local_parameters
         }
-        for parameter in self.parameters():
-            if parameter not in owned:
-                gradient = (
-                    None if parameter.grad is None else local_tensor(parameter.grad)
-                )
-                parts.append((groups_of(parameter), gradient))
+        parts = [part for layout in layouts for part in gradient_parts(layout)]
+        parts += [
+            (groups_of(p), None if p.grad is None else local_tensor(p.grad))
+            for p in self.parameters()
+            if p not in owned
+        ]
         return clip_gradients(
             parts, float(max_norm), float(norm_type), self.compute_device
         )
@@ -331,22 +331,18 @@ def _norm(
         else torch.zeros(1, dtype=torch.float32, device=device)
     )
     norm: torch.Tensor = torch.linalg.vector_norm(together, norm_type)
-    for group in groups:
-        norm = _sum_over(group, norm, norm_type)
-    return norm
-
-
-def _sum_over(group: Group, local: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm over a group: the root of the sum of powers, or the maximum."""
+    # The norm over a group is the root of the sum of powers, or the maximum.
     is_maximum = norm_type == math.inf
     exponent = 1.0 if is_maximum else norm_type
-    power: torch.Tensor = local**exponent
     operation = dist.ReduceOp.MAX if is_maximum else dist.ReduceOp.SUM
-    call(
-        dist.all_reduce,
-        group,
-        power,
-        operation,
-        about=f" of the {float(norm_type)}-norm",
-    )
-    return power ** (1.0 / exponent)
+    for group in groups:
+        power = norm**exponent
+        call(
+            dist.all_reduce,
+            group,
+            power,
+            operation,
+            about=f" of the {float(norm_type)}-norm",
+        )
+        norm = power ** (1.0 / exponent)
+    return norm

@@ -44,16 +44,17 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from minifsdp.cases import full_precision_evaluation
+from minifsdp.cases import (
+    buffer_dtypes,
+    compiled_models,
+    full_precision_evaluation,
+    kept_views,
+    second_places,
+    sparse_gradients,
+)
 from minifsdp.cases.all_cases import CASES
-from minifsdp.cases.buffer_dtypes import cast_buffers
-from minifsdp.cases.compiled_models import warn_if_compiled
-from minifsdp.cases.kept_views import kept_view
 from minifsdp.cases.optimizer_steps import optimizer_steps
-from minifsdp.cases.second_places import find_second_places
-from minifsdp.cases.sparse_gradients import use_dense_gradients
 from minifsdp.checks import arguments, ownership
-from minifsdp.checks.arguments import require
 from minifsdp.engine.events import events
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_params import is_flattened
@@ -147,11 +148,11 @@ class Wrapper(nn.Module):
     ) -> build.FlatUnit | None:
         """Creates the unit of the parameters that no inner wrapper manages. Returns ``None`` if there are none."""
         parameters = owned_parameters(modules, self._ignored_params, is_flattened)
-        find_second_places(modules, parameters)
+        second_places.find_second_places(modules, parameters)
         if not parameters:
             return None
         ownership.check_free(parameters)
-        use_dense_gradients(parameters)
+        sparse_gradients.use_dense_gradients(parameters)
         chosen = self.mixed_precision
         precision = Precision(
             chosen.param_dtype, chosen.reduce_dtype, chosen.keep_low_precision_grads
@@ -191,7 +192,7 @@ class Wrapper(nn.Module):
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
         """All wrappers in ``module``, including ``module`` itself; ``root_only`` skips inner wrappers (NAMES-06)."""
-        require(arguments.MODULE, "fsdp_modules", module=module)
+        arguments.require(arguments.MODULE, "fsdp_modules", module=module)
         found = [m for m in module.modules() if isinstance(m, Wrapper)]
         return [m for m in found if not m._is_inner] if root_only else found
 
@@ -217,7 +218,9 @@ class Wrapper(nn.Module):
         """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-02)."""
         self._recover_after_error()
         found = super().named_parameters(*args, **kwargs)
-        return ((self._shown(name), kept_view(value)) for name, value in found)
+        return (
+            (self._shown(name), kept_views.kept_view(value)) for name, value in found
+        )
 
     def named_buffers(
         self, *args: Any, **kwargs: Any
@@ -374,7 +377,7 @@ class Wrapper(nn.Module):
         for _, wrapper in wrappers:
             if wrapper._root_state is not None and not wrapper._root_state.is_dissolved:
                 wrapper._root_state.dissolve()
-        warn_if_compiled(self._use_orig_params)
+        compiled_models.warn_if_compiled(self._use_orig_params)
         root_state = RootState(
             [
                 (name, wrapper._unit)
@@ -397,7 +400,7 @@ class Wrapper(nn.Module):
                 wrapper._unit.update_policy(
                     reshard_after_forward=wrapper._reshards and not is_kept
                 )
-            cast_buffers(wrapper)
+            buffer_dtypes.cast_buffers(wrapper)
         return root_state
 
     @outside_inference_mode

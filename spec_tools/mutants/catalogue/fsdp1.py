@@ -126,7 +126,7 @@ MUTANTS = [
         "no-sync-leaves-its-setting",
         "NOSYNC-06",
         "The end of no_sync() does not restore the earlier setting.",
-        remove("TrainingMethods.no_sync", "for $unit, $reduces, $reshards in $before:\n    ..."),
+        remove("TrainingMethods.no_sync", "for ($unit, $_), $policy in zip($units, $before, strict=True):\n    ..."),
     ),
     Mutant(
         "hook-of-the-root-alone",
@@ -148,7 +148,7 @@ MUTANTS = [
         "norm-of-this-rank",
         "CLIP-02",
         "The norm covers only this rank's gradients.",
-        remove("_sum_over", "call(dist.all_reduce, $group, $power, $operation, about=$about)"),
+        remove("_norm", "call(dist.all_reduce, $group, $power, $operation, about=$about)"),
     ),
     Mutant(
         "replicated-gradients-count-for-each-rank",
