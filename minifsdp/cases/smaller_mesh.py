@@ -74,9 +74,12 @@ def reshard_to_number(unit: Unit[PerParameterLayout], choice: Any) -> None:
     if len(unit.plans) > 1:
         raise NotImplementedError(message("reshard-number-and-meshes", choice=choice))
     mesh = smaller_mesh(layout.params[0].mesh, choice)
-    begin = functools.partial(_reshard, layout, Group.of(mesh.get_group(1)), mesh)
     unit.update_policy(
-        post_forward_mesh=PostForwardMesh(begin, layout.gather_from_own_shards, choice)
+        post_forward_mesh=PostForwardMesh(
+            functools.partial(_reshard, layout, Group.of(mesh.get_group(1)), mesh),
+            layout.gather_from_own_shards,
+            choice,
+        )
     )
 
 

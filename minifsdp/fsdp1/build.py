@@ -176,42 +176,32 @@ def compute_device(
     if len(accelerators) > 1 or (accelerators and len(found) > 1 and device_id is None):
         raise RuntimeError(message("several-devices", devices=sorted(map(str, found))))
     if device_id is None:
-        current = torch.accelerator.current_accelerator(
-            check_available=True
-        ) or torch.device("cpu")
-        return next(iter(accelerators), None) or _with_index(current)
-    device = _as_device(device_id)
+        device = (
+            next(iter(accelerators), None)
+            or torch.accelerator.current_accelerator(check_available=True)
+            or torch.device("cpu")
+        )
+    else:
+        try:
+            device = torch.device(device_id)
+        except (TypeError, RuntimeError) as error:
+            raise TypeError(message("device-type", device_id=device_id)) from error
+        # Only the step simulator registers a device module of the meta device.
+        if device.type == "meta" and not hasattr(torch, "meta"):
+            raise ValueError(message("device-meta"))
+    if device.type in ("cpu", "meta"):
+        # They have no index.
+        device = torch.device(device.type)
+    elif device.index is None:
+        if device_id is not None:
+            warn(message("device-without-index", device_id=device_id))
+        index = torch.get_device_module(device).current_device()
+        device = torch.device(device.type, index)
     if accelerators and accelerators != {device}:
         raise ValueError(
             message("other-device", device=device, accelerator=next(iter(accelerators)))
         )
     return device
-
-
-def _as_device(device_id: Any) -> torch.device:
-    try:
-        device = torch.device(device_id)
-    except (TypeError, RuntimeError) as error:
-        raise TypeError(message("device-type", device_id=device_id)) from error
-    if device.type == "meta" and not hasattr(
-        torch, "meta"
-    ):  # only the step simulator registers this device module
-        raise ValueError(message("device-meta"))
-    if device.index is None and device.type not in ("cpu", "meta"):
-        warn(message("device-without-index", device_id=device_id))
-    return _with_index(device)
-
-
-def _with_index(device: torch.device) -> torch.device:
-    """The current device of this type if ``device`` has no index. The CPU and the meta device have none."""
-    if device.type in ("cpu", "meta"):
-        return torch.device(device.type)
-    index = (
-        torch.get_device_module(device).current_device()
-        if device.index is None
-        else device.index
-    )
-    return torch.device(device.type, index)
 
 
 # ---- ignored modules and parameters ---------------------------------------------------------------------------------

@@ -231,8 +231,8 @@ def synchronize(
                         dtype=dtype,
                     )
                 broadcast(group, flat)
-        parts = flat.split([tensor.numel() for tensor in same])
-        for tensor, values in zip(same, parts, strict=True):
+        sizes = [tensor.numel() for tensor in same]
+        for tensor, values in zip(same, flat.split(sizes), strict=True):
             tensor.copy_(values.view_as(tensor))
     for tensor in tensors:
         if not isinstance(tensor, nn.Parameter):

@@ -77,6 +77,5 @@ class CPUOffload:
     offload_params: bool = False
 
 
-GroupPair = tuple[dist.ProcessGroup, dist.ProcessGroup]
-ProcessGroups = dist.ProcessGroup | GroupPair
+ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
 ProcessGroupType = ProcessGroups | None

@@ -52,8 +52,6 @@ from minifsdp.engine.messages import message, warn_renamed
 Overrides = dict[str, Any]
 # The modules that become units, each with constructor arguments.
 Chosen = dict[nn.Module, Overrides]
-# A policy of any kind as (module, recurse, nonwrapped_numel) -> ``None`` for no, overrides (often ``{}``) for yes.
-Decision = Callable[[nn.Module, bool, int], Overrides | None]
 
 
 # ---- policies that are functions ------------------------------------------------------------------------------------
@@ -277,8 +275,10 @@ def _name_of_numel(policy: Callable[..., object]) -> str:
 
 def decision_of(
     policy: Any, root_module: nn.Module, ignored_modules: set[nn.Module]
-) -> Decision:
-    """Converts a policy of any kind to the form that ``wrap.py`` uses.
+) -> Callable[[nn.Module, bool, int], Overrides | None]:
+    """Converts a policy of any kind to a function of (module, recurse, nonwrapped_numel).
+
+    The function returns ``None`` for no, and overrides, often ``{}``, for yes.
 
     Deprecated names cause one warning here for the whole tree, instead of one for each module (LEGACY-02, LEGACY-03).
 

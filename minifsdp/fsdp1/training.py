@@ -110,17 +110,18 @@ class TrainingMethods(Wrapper):
             RuntimeError: if a unit is busy or already summoned.
         """
         require(arguments.MODULE, "summon_full_params", module=module)
-        wrappers = Wrapper.fsdp_modules(module)
-        if not recurse:
-            wrappers = [wrapper for wrapper in wrappers if wrapper is module]
+        wrappers = [
+            wrapper
+            for wrapper in Wrapper.fsdp_modules(module)
+            if recurse or wrapper is module
+        ]
         for wrapper in wrappers:
             wrapper._recover_after_error()
             if wrapper._root_state is not None and wrapper._root_state.is_busy:
                 raise UnitIsBusyError(message("summon-while-running", idle=Phase.IDLE))
-        units = [wrapper._unit for wrapper in wrappers if wrapper._unit is not None]
         before = [wrapper._shows_clean_names for wrapper in wrappers]
         with summoned(
-            units,
+            [wrapper._unit for wrapper in wrappers if wrapper._unit is not None],
             writeback=writeback,
             rank0_only=rank0_only,
             offload_to_cpu=offload_to_cpu,
@@ -243,10 +244,9 @@ def gradient_parts(layout: FlatLayout) -> list[Part]:
         return [(shard_groups, gradient) for gradient in gradients]
     if not layout.use_orig_params:
         flat = gradients[0]
-        ranges = layout.sharding.param_ranges(layout.mesh.shard_index)
         gradients = [
             None if flat is None or part.start == part.stop else flat[part]
-            for part in ranges
+            for part in layout.sharding.param_ranges(layout.mesh.shard_index)
         ]
     return [
         ((*shard_groups, *groups_of(spec)), part)
@@ -256,12 +256,11 @@ def gradient_parts(layout: FlatLayout) -> list[Part]:
 
 def groups_of(sharded: Any) -> tuple[Group, ...]:
     """The groups whose ranks have the other shards of a ``DTensor`` or of its spec. Empty for other values."""
-    axes = [
-        axis
+    return tuple(
+        Group.of(sharded.device_mesh.get_group(axis))
         for axis, placement in enumerate(getattr(sharded, "placements", ()))
         if placement.is_shard()
-    ]
-    return tuple(Group.of(sharded.device_mesh.get_group(axis)) for axis in axes)
+    )
 
 
 @torch.no_grad()

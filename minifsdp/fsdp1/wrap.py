@@ -148,10 +148,11 @@ def refuse_wrapped(root_module: nn.Module, wrapper_cls: type[nn.Module]) -> None
     for path, module in root_module.named_modules():
         if isinstance(module, wrapper_cls):
             # Programs for torch's FSDP match the wording up to "in".
-            where = path or "the module itself"
             raise ValueError(
                 message(
-                    "already-wrapped", module=where, type=type(root_module).__name__
+                    "already-wrapped",
+                    module=path or "the module itself",
+                    type=type(root_module).__name__,
                 )
             )
 
@@ -207,10 +208,10 @@ def auto_wrap(
         ValueError: if the tree already has wrappers, ties two units, or has a unit inside a compiled module.
     """
     refuse_wrapped(root_module, wrapper_cls)
-    ignored_classes = getattr(
-        kwargs.get("mixed_precision"), "_module_classes_to_ignore", ()
+    set_apart = require_classes(
+        getattr(kwargs.get("mixed_precision"), "_module_classes_to_ignore", ()),
+        "_module_classes_to_ignore",
     )
-    set_apart = require_classes(ignored_classes, "_module_classes_to_ignore")
     chosen = choose(root_module, policy, ignored_modules, ignored_params, set_apart)
     refuse_ties(root_module, chosen, set(ignored_params))
     refuse_compiled(root_module, chosen)

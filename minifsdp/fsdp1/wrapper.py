@@ -136,10 +136,9 @@ class Wrapper(nn.Module):
 
     def _own_modules(self) -> list[tuple[str, nn.Module]]:
         """The modules whose own parameters and buffers this wrapper manages, with their paths."""
-        inside = modules_of_unit([self.module], is_wrapper)
         return [
             (path, module)
-            for path, module in inside
+            for path, module in modules_of_unit([self.module], is_wrapper)
             if module not in self._ignored_modules
         ]
 
@@ -153,9 +152,10 @@ class Wrapper(nn.Module):
             return None
         ownership.check_free(parameters)
         sparse_gradients.use_dense_gradients(parameters)
-        chosen = self.mixed_precision
         precision = Precision(
-            chosen.param_dtype, chosen.reduce_dtype, chosen.keep_low_precision_grads
+            self.mixed_precision.param_dtype,
+            self.mixed_precision.reduce_dtype,
+            self.mixed_precision.keep_low_precision_grads,
         )
         is_sharded = self._mesh.shard is not None
         reshards = self.sharding_strategy in build.RESHARDS_AFTER_FORWARD
@@ -193,8 +193,11 @@ class Wrapper(nn.Module):
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
         """All wrappers in ``module``, including ``module`` itself; ``root_only`` skips inner wrappers (NAMES-06)."""
         arguments.require(arguments.MODULE, "fsdp_modules", module=module)
-        found = [m for m in module.modules() if isinstance(m, Wrapper)]
-        return [m for m in found if not m._is_inner] if root_only else found
+        return [
+            one
+            for one in module.modules()
+            if isinstance(one, Wrapper) and not (root_only and one._is_inner)
+        ]
 
     # --- names, attributes and items ---
 
