@@ -72,9 +72,8 @@ from minifsdp.fsdp1.options import (
     ProcessGroupType,
     ShardingStrategy,
 )
-from minifsdp.fsdp1.policies import CustomPolicy, ModuleWrapPolicy
 from minifsdp.fsdp1.training import TrainingMethods
-from minifsdp.fsdp1.wrap import auto_wrap
+from minifsdp.fsdp1.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 from minifsdp.fsdp1.wrapper import PREFIX as FSDP_PREFIX
 from minifsdp.fsdp1.wrapper import WRAPPED as FSDP_WRAPPED_MODULE
 from minifsdp.fsdp1.wrapper import is_wrapper

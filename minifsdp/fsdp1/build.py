@@ -31,8 +31,8 @@ from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.mesh import Group, MeshGroups, default_group
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit, modules_of_unit
-from minifsdp.fsdp1 import policies
-from minifsdp.fsdp1.options import CPUOffload, ProcessGroups, ShardingStrategy
+from minifsdp.fsdp1.options import CPUOffload, ShardingStrategy
+from minifsdp.fsdp1.wrap import require_policy
 
 # All units of this API use the flat layout.
 FlatUnit = Unit[FlatLayout]
@@ -62,7 +62,7 @@ def check_arguments(module: Any, strategy: Any, policy: Any) -> None:
             message("strategy-type", members=members, sharding_strategy=strategy)
         )
     if policy is not None:
-        policies.require_policy(policy)
+        require_policy(policy)
     if arguments.is_only_called_in_parts(module):
         # This message, and the one in `strategy_on`, begin with torch's wording, because programs match on it.
         warn(message("wraps-container", type=type(module).__name__))
@@ -102,7 +102,7 @@ def groups_of_mesh(process_group: Any, mesh: Any, strategy: ShardingStrategy) ->
 
 def choose_mesh(
     given: Any, strategy: ShardingStrategy, device: torch.device, *, has_policy: bool
-) -> tuple[MeshGroups, ProcessGroups]:
+) -> tuple[MeshGroups, Any]:
     """Returns the shard and replicate groups for a strategy, and the process groups to pass to inner units.
 
     Every rank must call it, because a hybrid strategy creates its groups if the user passed none.

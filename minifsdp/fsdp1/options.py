@@ -77,5 +77,6 @@ class CPUOffload:
     offload_params: bool = False
 
 
-ProcessGroups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
-ProcessGroupType = ProcessGroups | None
+ProcessGroupType = (
+    dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+)

@@ -92,35 +92,6 @@ MUTANTS = [
         "Allocating memory for a module overwrites the initialized values of its children.",
         replace("_initialize", "False", "True"),
     ),
-    # --- fsdp1/policies.py ---
-    Mutant(
-        "size-policy-wraps-above-only",
-        "WRAP-06",
-        "A subtree with exactly the threshold's number of elements is not wrapped.",
-        replace(
-            "size_based_auto_wrap_policy", "$nonwrapped_numel >= $min_num_params", "$nonwrapped_numel > $min_num_params"
-        ),
-    ),
-    Mutant(
-        "custom-policy-overrides-nothing",
-        "NEW-02",
-        "A dict from a CustomPolicy is treated as True.",
-        replace(
-            "CustomPolicy._run_policy",
-            "{**$root_kwargs, **($answer if isinstance($answer, dict) else {})}",
-            "{**$root_kwargs}",
-        ),
-    ),
-    Mutant(
-        "old-third-parameter-is-unknown",
-        "LEGACY-03",
-        "A policy with the old signature cannot be called.",
-        replace(
-            "_name_of_numel",
-            "'unwrapped_params' if 'unwrapped_params' in $names else 'nonwrapped_numel'",
-            "'nonwrapped_numel'",
-        ),
-    ),
     # --- fsdp1/training.py ---
     Mutant(
         "no-sync-leaves-its-setting",
@@ -161,6 +132,34 @@ MUTANTS = [
         ),
     ),
     # --- fsdp1/wrap.py ---
+    Mutant(
+        "size-policy-wraps-above-only",
+        "WRAP-06",
+        "A subtree with exactly the threshold's number of elements is not wrapped.",
+        replace(
+            "size_based_auto_wrap_policy", "$nonwrapped_numel >= $min_num_params", "$nonwrapped_numel > $min_num_params"
+        ),
+    ),
+    Mutant(
+        "custom-policy-overrides-nothing",
+        "NEW-02",
+        "A dict from a CustomPolicy is treated as True.",
+        replace(
+            "CustomPolicy._run_policy",
+            "{**$root_kwargs, **($answer if isinstance($answer, dict) else {})}",
+            "{**$root_kwargs}",
+        ),
+    ),
+    Mutant(
+        "old-third-parameter-is-unknown",
+        "LEGACY-03",
+        "A policy with the old signature cannot be called.",
+        replace(
+            "_name_of_numel",
+            "'unwrapped_params' if 'unwrapped_params' in $names else 'nonwrapped_numel'",
+            "'nonwrapped_numel'",
+        ),
+    ),
     Mutant(
         "wrapped-elements-count-again",
         "WRAP-03",
