@@ -100,7 +100,6 @@ PREFETCH = Kind(
     or_none(is_a(BackwardPrefetch)),
 )
 OFFLOAD = Kind("a CPUOffload or None", or_none(is_a(CPUOffload)))
-SHARDED = Form(StateDictType.SHARDED_STATE_DICT)
 
 
 class FullyShardedDataParallel(TrainingMethods, TorchNames, _FSDPState):  # type: ignore[misc, override]
@@ -176,13 +175,12 @@ class FullyShardedDataParallel(TrainingMethods, TorchNames, _FSDPState):  # type
         self.compute_device = build.compute_device(module, device_id, ignored_params)
         ownership.check_one_api(module, "FullyShardedDataParallel")
         strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-        given = (
-            process_group
-            if device_mesh is None
-            else build.groups_of_mesh(process_group, device_mesh, strategy)
-        )
         self._mesh, groups = build.choose_mesh(
-            given, strategy, self.compute_device, has_policy=policy is not None
+            process_group,
+            device_mesh,
+            strategy,
+            self.compute_device,
+            has_policy=policy is not None,
         )
         # With a hybrid strategy, this is the shard group.
         self.process_group = groups[0] if isinstance(groups, tuple) else groups
@@ -444,12 +442,16 @@ class FullyShardedDataParallel(TrainingMethods, TorchNames, _FSDPState):  # type
         ``device_mesh``, unless the optimizer's configuration has ``_use_dtensor=True``.
         """
         require(arguments.MODULE, "sharded_optim_state_dict", model=model)
-        use_dtensor = getattr(
-            options.get_type(model).optim_state_dict_config, "_use_dtensor", False
-        )
-        form = Form(StateDictType.SHARDED_STATE_DICT, use_dtensor=use_dtensor)
+        config = options.get_type(model).optim_state_dict_config
         return optim_state_legacy.save(
-            "sharded_optim_state_dict", model, optim, form, group
+            "sharded_optim_state_dict",
+            model,
+            optim,
+            Form(
+                StateDictType.SHARDED_STATE_DICT,
+                use_dtensor=getattr(config, "_use_dtensor", False),
+            ),
+            group,
         )
 
     @staticmethod
@@ -515,7 +517,7 @@ class FullyShardedDataParallel(TrainingMethods, TorchNames, _FSDPState):  # type
             model,
             None,
             optim,
-            SHARDED,
+            Form(StateDictType.SHARDED_STATE_DICT),
         )
 
     @staticmethod

@@ -166,11 +166,7 @@ class ExtendedBucket:
             self._padded = part.new_zeros(self._padded_shape).to(
                 self._options.storage_device(part)
             )
-            own = (
-                self._padded
-                if part.shape == self._padded_shape
-                else self._rows(self._padded, part.shape)
-            )
+            own = self._rows(self._padded, part.shape)
             own.copy_(part)
             self.local_shards = [own]
 
@@ -220,7 +216,9 @@ class ExtendedBucket:
         return padded
 
     def _rows(self, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """The part of a padded tensor that has ``shape``."""
+        """The part of a padded tensor that has ``shape``. Without padding, the tensor itself."""
+        if tensor.shape == shape:
+            return tensor
         return tensor.narrow(self._param.dim, 0, shape[self._param.dim])
 
     @lifetime.outside_inference_mode
@@ -243,8 +241,8 @@ class ExtendedBucket:
         self._inner = [(one, one.untyped_storage().size()) for one in inner]
         if tensor.ndim != len(self._param.shape):
             tensor = tensor.as_strided(self._param.shape, self._stride, 0)
-        elif tensor.shape != self._param.shape:
-            # Drops the padding, for any strides. Without padding, the module computes with the tensor as it is.
+        else:
+            # Drops the padding, for any strides.
             tensor = self._rows(tensor, self._param.shape)
         # `.data` has its own version counter: a later all-gather must not look like an in-place change.
         self.leaves = [nn.Parameter(tensor.data, requires_grad=False)]

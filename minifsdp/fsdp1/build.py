@@ -82,61 +82,73 @@ def strategy_on(mesh: MeshGroups, strategy: ShardingStrategy) -> ShardingStrateg
     return strategy
 
 
-def groups_of_mesh(process_group: Any, mesh: Any, strategy: ShardingStrategy) -> Any:
-    """The process group of a ``DeviceMesh``, or its pair of groups for a hybrid strategy.
-
-    Raises:
-        ValueError: if a process group was given too (NEW-01), or the mesh has another number of dimensions.
-    """
-    num_axes = 2 if strategy in HYBRID_SHARDING_STRATEGIES else 1
-    if process_group is not None:
-        raise ValueError(message("group-and-mesh"))
-    if mesh.ndim != num_axes:
-        raise ValueError(
-            message(
-                "mesh-ndim", strategy=strategy.name, num_axes=num_axes, device_mesh=mesh
-            )
-        )
-    return mesh.get_group() if num_axes == 1 else (mesh.get_group(1), mesh.get_group(0))
-
-
 def choose_mesh(
-    given: Any, strategy: ShardingStrategy, device: torch.device, *, has_policy: bool
+    process_group: Any,
+    device_mesh: Any,
+    strategy: ShardingStrategy,
+    device: torch.device,
+    *,
+    has_policy: bool,
 ) -> tuple[MeshGroups, Any]:
     """Returns the shard and replicate groups for a strategy, and the process groups to pass to inner units.
 
     Every rank must call it, because a hybrid strategy creates its groups if the user passed none.
 
     Args:
-        given: the user's process group or pair of groups, or ``None``.
+        process_group: the user's process group or pair of groups, or ``None``.
+        device_mesh: the user's mesh instead of groups, or ``None``.
         strategy: the strategy.
         device: the compute device.
         has_policy: whether an auto-wrap policy passes the groups to inner units.
 
     Raises:
         RuntimeError: if there is no default process group and none was given.
-        ValueError: if the groups do not match the strategy.
-        TypeError: if ``given`` is neither a group nor a pair of groups.
+        ValueError: if the groups or the dimensions of the mesh do not match the strategy, or both were given (NEW-01).
+        TypeError: if ``process_group`` is neither a group nor a pair of groups.
     """
+    is_hybrid = strategy in HYBRID_SHARDING_STRATEGIES
+    if device_mesh is not None:
+        num_axes = 2 if is_hybrid else 1
+        if process_group is not None:
+            raise ValueError(message("group-and-mesh"))
+        if device_mesh.ndim != num_axes:
+            raise ValueError(
+                message(
+                    "mesh-ndim",
+                    strategy=strategy.name,
+                    num_axes=num_axes,
+                    device_mesh=device_mesh,
+                )
+            )
+        process_group = (
+            (device_mesh.get_group(1), device_mesh.get_group(0))
+            if is_hybrid
+            else device_mesh.get_group()
+        )
     attach()
-    is_pair = isinstance(given, (tuple, list))
-    if strategy in HYBRID_SHARDING_STRATEGIES:
-        pair = given
-        if given is None:
+    is_pair = isinstance(process_group, (tuple, list))
+    if is_hybrid:
+        if process_group is None:
             default_group()
             if not has_policy:
                 raise ValueError(message("hybrid-by-hand", strategy=strategy.name))
-            pair = node_groups(device)
-        elif not is_pair or len(given) != 2 or not all(map(_is_group, given)):
+            process_group = node_groups(device)
+        elif (
+            not is_pair
+            or len(process_group) != 2
+            or not all(map(_is_group, process_group))
+        ):
             raise ValueError(
-                message("hybrid-groups", strategy=strategy.name, process_group=given)
+                message(
+                    "hybrid-groups", strategy=strategy.name, process_group=process_group
+                )
             )
-        for process_group in pair:
-            use_device(process_group, device)
-        return MeshGroups.hybrid(Group.of(pair[0]), Group.of(pair[1])), tuple(pair)
+        for one in process_group:
+            use_device(one, device)
+        return MeshGroups.hybrid(*map(Group.of, process_group)), tuple(process_group)
     if is_pair:
         raise ValueError(message("pair-of-groups", strategy=strategy.name))
-    group = default_group() if given is None else given
+    group = default_group() if process_group is None else process_group
     if not _is_group(group):
         raise TypeError(message("group-type", process_group=group))
     mesh_of = (

@@ -444,24 +444,6 @@ def apply(
             setattr(parent, name, wrapper)
 
 
-def refuse_wrapped(root_module: nn.Module, wrapper_cls: type[nn.Module]) -> None:
-    """Checks that an auto-wrap policy gets a tree without wrappers.
-
-    Raises:
-        ValueError: if the tree contains an instance of ``wrapper_cls``. The message has its name (WRAP-13).
-    """
-    for path, module in root_module.named_modules():
-        if isinstance(module, wrapper_cls):
-            # Programs for torch's FSDP match the wording up to "in".
-            raise ValueError(
-                message(
-                    "already-wrapped",
-                    module=path or "the module itself",
-                    type=type(root_module).__name__,
-                )
-            )
-
-
 def refuse_ties(
     root_module: nn.Module, chosen: Chosen, ignored_params: set[nn.Parameter]
 ) -> None:
@@ -512,7 +494,16 @@ def auto_wrap(
         TypeError: if ``policy`` is not a policy.
         ValueError: if the tree already has wrappers, ties two units, or has a unit inside a compiled module.
     """
-    refuse_wrapped(root_module, wrapper_cls)
+    for path, module in root_module.named_modules():
+        if isinstance(module, wrapper_cls):
+            # Programs for torch's FSDP match the wording up to "in".
+            raise ValueError(
+                message(
+                    "already-wrapped",
+                    module=path or "the module itself",
+                    type=type(root_module).__name__,
+                )
+            )
     set_apart = require_classes(
         getattr(kwargs.get("mixed_precision"), "_module_classes_to_ignore", ()),
         "_module_classes_to_ignore",

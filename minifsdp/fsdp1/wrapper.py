@@ -322,8 +322,7 @@ class Wrapper(nn.Module):
             chosen.cast_root_forward_inputs
             if self._is_outermost
             else chosen.cast_forward_inputs
-        )
-        casts = casts and (self.module.training or not self._full_precision_in_eval)
+        ) and (self.module.training or not self._full_precision_in_eval)
         if unit is not None and unit.layout.is_summoned:
             # The full parameters have the stored dtype, and they may be on the CPU.
             first = unit.layout.parameters[0]

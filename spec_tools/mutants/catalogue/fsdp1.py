@@ -39,7 +39,7 @@ MUTANTS = [
         "pair-the-wrong-way-round",
         "HYB-02",
         "The pair of process groups is read as (replicate, shard).",
-        replace("choose_mesh", "MeshGroups.hybrid($first, $second)", "MeshGroups.hybrid($second, $first)"),
+        replace("choose_mesh", "*map(Group.of, $given)", "*map(Group.of, $given[::-1])"),
     ),
     Mutant(
         "given-group-is-forgotten",
@@ -290,7 +290,11 @@ MUTANTS = [
         "flattened-as-if-full",
         "OSD-FLAT-01",
         "flatten_sharded_optim_state_dict expects full tensors.",
-        replace("FullyShardedDataParallel.flatten_sharded_optim_state_dict", "SHARDED", "Form()"),
+        replace(
+            "FullyShardedDataParallel.flatten_sharded_optim_state_dict",
+            "Form(StateDictType.SHARDED_STATE_DICT)",
+            "Form()",
+        ),
     ),
     Mutant(
         "old-sharded-dict-is-full",
