@@ -402,10 +402,11 @@ class FullyShardedDataParallel(TrainingMethods, TorchNames, _FSDPState):  # type
             "optim_state_dict_to_load",
             optim_state_dict=optim_state_dict,
         )
-        target = optim_state_load.Target(
-            model, optim, options.form_for_optimizer(model), is_named_optimizer
+        form = options.form_for_optimizer(model)
+        loadable = optim_state_load.load(
+            optim_state_load.Target(model, optim, form, is_named_optimizer),
+            optim_state_dict,
         )
-        loadable = optim_state_load.load(target, optim_state_dict)
         if load_directly:
             optim.load_state_dict(loadable)
         return loadable

@@ -87,19 +87,19 @@ def materialize(
     paths = {module: path for path, module in modules}
     by_level = [modules[0][1]]
     for module in by_level:
-        path = paths.pop(module)
         by_level += [
             child
             for child in module.children()
             if child in paths and child not in by_level
         ]
+    for module in by_level:
         # `param_init_fn` can initialize the tensors of a container, which owns none.
         is_container = not [
             *module.parameters(recurse=False),
             *module.buffers(recurse=False),
         ]
         if module in owners or (is_container and param_init_fn is not None):
-            _initialize(path, module, param_init_fn, device, ignored)
+            _initialize(paths[module], module, param_init_fn, device, ignored)
     for path, module in on_meta:
         tensors = [
             *module.named_parameters(recurse=False),

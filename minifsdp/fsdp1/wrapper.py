@@ -107,13 +107,11 @@ class Wrapper(nn.Module):
         module: nn.Module,
         ignored_params: set[nn.Parameter],
         param_init_fn: Any,
-        *,
-        has_device_id: bool,
-        synchronizes: bool,
+        **options: bool,
     ) -> None:
-        """Shards the parameters of ``module`` that no inner wrapper manages. The options are attributes already.
+        """Shards the parameters of ``module`` that no inner wrapper manages. The attributes have the user's options.
 
-        Materializes their initial values, moves them to the device and, if requested, broadcasts them first.
+        `_initialize` has the same arguments.
         """
         self._full_precision_in_eval = full_precision_evaluation.is_on()
         self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
@@ -123,6 +121,20 @@ class Wrapper(nn.Module):
             wrapper._is_inner = True
         self.add_module(WRAPPED, module)
         modules = self._own_modules()
+        self._initialize(modules, ignored_params, param_init_fn, **options)
+        self._unit = self._make_unit(module, modules)
+        events.sharded([("", self), *modules_of_unit([module], is_wrapper)])
+
+    def _initialize(
+        self,
+        modules: list[tuple[str, nn.Module]],
+        ignored_params: set[nn.Parameter],
+        param_init_fn: Any,
+        *,
+        has_device_id: bool,
+        synchronizes: bool,
+    ) -> None:
+        """Materializes this unit's initial values, moves them to the device and, if requested, broadcasts them."""
         device = self.compute_device
         initial.materialize(modules, param_init_fn, device, ignored_params)
         ignored = self._ignored_params = initial.current(ignored_params)
@@ -130,9 +142,8 @@ class Wrapper(nn.Module):
             modules, device, ignored, has_device_id=has_device_id, sends=synchronizes
         )
         if synchronizes:
-            initial.synchronize(modules, self._mesh, ignored, type(module).__name__)
-        self._unit = self._make_unit(module, modules)
-        events.sharded([("", self), *modules_of_unit([module], is_wrapper)])
+            unit_name = type(self.module).__name__
+            initial.synchronize(modules, self._mesh, ignored, unit_name)
 
     def _own_modules(self) -> list[tuple[str, nn.Module]]:
         """The modules whose own parameters and buffers this wrapper manages, with their paths."""
