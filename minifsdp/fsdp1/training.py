@@ -157,11 +157,11 @@ class TrainingMethods(Wrapper):
         for parameter in (
             one for unit in units_in(self) for one in unit.layout.local_parameters
         ):
-            parameter.grad = (
-                None
-                if set_to_none or parameter.grad is None
-                else parameter.grad.zero_()
-            )
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                # Inside `no_sync`, its size differs from that of the parameter, so it cannot be assigned again.
+                parameter.grad.zero_()
 
     def clip_grad_norm_(
         self, max_norm: float | int, norm_type: float | int | str = 2.0
