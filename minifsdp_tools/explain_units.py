@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from minifsdp.cases.smaller_mesh import mesh_after_forward
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_params import FLAT_NAME
 from minifsdp.engine.flat_tensor import FlatSharding
@@ -185,7 +186,7 @@ def _existing(
     """
     layout = unit.layout
     mesh = unit.plan.mesh
-    post_forward_mesh = unit.policy.post_forward_mesh
+    smaller = mesh_after_forward(unit)
     modules = [place.module for info in layout.parameters for place in info.attributes]
     return UnitSummary(
         name=name,
@@ -195,7 +196,7 @@ def _existing(
         num_replicas=mesh.num_ranks // mesh.num_shards,
         per_parameter=isinstance(layout, PerParameterLayout),
         frees=unit.policy.reshard_after_forward and not stays,
-        reshards_to=None if post_forward_mesh is None else post_forward_mesh.num_shards,
+        reshards_to=None if smaller is None else smaller.num_shards,
         compute=layout.dtype,
         reduce=unit.precision.reduce or layout.dtype,
         offloads=layout.offloads,

@@ -14,6 +14,7 @@ from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.flat_tensor import FlatSharding
 from minifsdp.engine.layout import Layout
+from minifsdp.engine.extension_points import ExtensionPoints
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.shards import padded_shard_numel, shard_shape
 from minifsdp.engine.unit import Unit, UnitPolicy
@@ -77,7 +78,7 @@ def who_is_whole() -> Values:
     layout.all_gather.return_value.wait.side_effect = lambda: seen.append("wait for the all-gather")
     layout.free.side_effect = lambda: seen.append("free the memory")
     unit = Unit(torch.nn.Identity(), layout, [nothing], nothing, UnitPolicy(reshard_after_forward=True))
-    unit.join(CommStreams(torch.device("cpu")), RateLimiter(enabled=False))
+    unit.join(CommStreams(torch.device("cpu")), RateLimiter(enabled=False), ExtensionPoints())
     for verb in (unit.unshard, unit.reshard):
         verb()
         seen.append(unit.state.name)

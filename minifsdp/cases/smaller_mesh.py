@@ -17,16 +17,15 @@ to 7 hold another copy. The mesh has one row for each copy::
     0 1 2 3        dim 1: ranks with the other shards of the same copy
     4 5 6 7        dim 0: ranks with the same shard
 
-The case sets `UnitPolicy.post_forward_mesh`, which has functions that begin and end the use of the smaller mesh. The
-first one is called before the unsharded parameters are freed. It copies this rank's larger shards into a `Source`.
-Creating process groups is a slow collective, so all units share the mesh.
+The policy of the unit has a `SmallerMesh` as `UnitPolicy.reshard_after_forward`. Before the unsharded parameters are
+freed after forward, it copies this rank's larger shards into a `Source`, which the next all-gather reads. Creating
+process groups is a slow collective, so all units share the mesh.
 
 *In torch:* ``_get_post_forward_mesh_info`` creates a mesh for each unit.
 
 Spec: NEW-05, NEW-06, FS2-13.
 """
 
-import functools
 import weakref
 from typing import Any
 
@@ -43,9 +42,10 @@ from minifsdp.engine.exchange import exists, on_device_of
 from minifsdp.engine.mesh import Group, default_group
 from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
+from minifsdp.engine.root import RootState
 from minifsdp.engine.sharded_param import ShardedParam, _around
 from minifsdp.engine.shards import padded_shard_numel, shard_of
-from minifsdp.engine.unit import PostForwardMesh, Unit
+from minifsdp.engine.unit import State, Unit
 
 
 def reshard_to_number(unit: Unit[PerParameterLayout], choice: Any) -> None:
@@ -74,39 +74,109 @@ def reshard_to_number(unit: Unit[PerParameterLayout], choice: Any) -> None:
     if len(unit.plans) > 1:
         raise NotImplementedError(message("reshard-number-and-meshes", choice=choice))
     mesh = smaller_mesh(layout.params[0].mesh, choice)
-    unit.update_policy(
-        post_forward_mesh=PostForwardMesh(
-            functools.partial(_reshard, layout, Group.of(mesh.get_group(1)), mesh),
-            layout.gather_from_own_shards,
-            choice,
-        )
-    )
+    unit.update_policy(reshard_after_forward=SmallerMesh(layout, mesh, choice))
 
 
-def _reshard(layout: PerParameterLayout, group: Group, mesh: DeviceMesh) -> None:
-    """Makes the next all-gather of the layout use only ``group``, the last axis of ``mesh``.
+class SmallerMesh:
+    """The smaller mesh of one unit, its `UnitPolicy.reshard_after_forward`. The engine only tests that it is true.
 
-    Called before the unsharded parameters are freed. Each rank keeps 1/``group.size`` of them.
+    Args:
+        layout: the layout of the unit.
+        mesh: the smaller mesh.
+        num_shards: number of larger shards, the size of its last axis.
     """
-    registered: dict[ShardedParam, torch.Tensor] = {}
-    for bucket in layout.buckets:
-        sizes = [
-            padded_shard_numel(param.shape, param.dim, group.size)
-            for param in bucket.params
-        ]
-        local = torch.zeros(sum(sizes), dtype=bucket.dtype, device=layout.device)
-        source = Source(bucket.params, group, sizes, local, bucket.spaces)
-        source.copy_in(
-            [
-                shard_of(leaf.data, param.dim, group.size, group.rank)
-                for leaf, param in zip(bucket.leaves, bucket.params, strict=True)
+
+    def __init__(
+        self, layout: PerParameterLayout, mesh: DeviceMesh, num_shards: int
+    ) -> None:
+        self.num_shards = num_shards
+        self._layout = layout
+        self._mesh = mesh
+        self._group = Group.of(mesh.get_group(1))
+        self._is_active = False
+
+    def begin(self) -> None:
+        """Makes the next all-gather of the layout use only the last axis of the mesh.
+
+        Called before the unsharded parameters are freed. Each rank keeps 1/``num_shards`` of them.
+        """
+        self._is_active = True
+        layout = self._layout
+        group = self._group
+        registered: dict[ShardedParam, torch.Tensor] = {}
+        for bucket in layout.buckets:
+            sizes = [
+                padded_shard_numel(param.shape, param.dim, group.size)
+                for param in bucket.params
             ]
-        )
-        bucket.gather_from(source, compute_event(layout.device))
-        for param, local_shard in zip(bucket.params, source.local_shards, strict=True):
-            registered[param] = _registered(param, mesh, local_shard)
-    layout.group = group
-    layout.post_forward_params = [registered[param] for param in layout.params]
+            local = torch.zeros(sum(sizes), dtype=bucket.dtype, device=layout.device)
+            source = Source(bucket.params, group, sizes, local, bucket.spaces)
+            source.copy_in(
+                [
+                    shard_of(leaf.data, param.dim, group.size, group.rank)
+                    for leaf, param in zip(bucket.leaves, bucket.params, strict=True)
+                ]
+            )
+            bucket.gather_from(source, compute_event(layout.device))
+            larger = zip(bucket.params, source.local_shards, strict=True)
+            for param, local_shard in larger:
+                registered[param] = _registered(param, self._mesh, local_shard)
+        layout.group = group
+        layout.sharded_params = [registered[param] for param in layout.params]
+
+    def end(self) -> None:
+        """Makes the next all-gather read the optimizer's shards again, and releases the larger shards."""
+        if not self._is_active:
+            return
+        self._is_active = False
+        layout = self._layout
+        larger = layout.sharded_params
+        layout.sharded_params = layout.local_parameters
+        for bucket in layout.buckets:
+            bucket.gather_from(None)
+            layout.group = bucket.group
+        if layout.registered is larger:
+            layout.register(layout.local_parameters)
+
+
+class SmallerMeshes:
+    """Begins the use of the smaller meshes after a forward, and ends it.
+
+    Args:
+        root_state: the root of the units.
+    """
+
+    def __init__(self, root_state: RootState) -> None:
+        self._root_state = root_state
+        points = root_state.iteration.points
+        if any(map(mesh_after_forward, root_state.units)):
+            points.unit_reshards.append(self._reshard)
+            points.forward_begins.append(self._end_stale)
+
+    def _reshard(self, unit: Unit) -> None:
+        """After a recorded forward, its backward all-gathers the larger shards. Every other reshard ends their use."""
+        mesh = mesh_after_forward(unit)
+        if mesh is None:
+            return
+        iteration = self._root_state.iteration
+        is_after_forward = iteration.in_forward and iteration.is_recorded
+        if is_after_forward and unit.awaits_backward:
+            if unit.state is not State.SHARDED:
+                mesh.begin()
+        else:
+            mesh.end()
+
+    def _end_stale(self) -> None:
+        for unit in self._root_state.units:
+            mesh = mesh_after_forward(unit)
+            if mesh is not None and unit.layout.is_stale():
+                mesh.end()
+
+
+def mesh_after_forward(unit: Unit) -> SmallerMesh | None:
+    """The smaller mesh of a unit, if its ``reshard_after_forward`` is a number."""
+    chosen = unit.policy.reshard_after_forward
+    return chosen if isinstance(chosen, SmallerMesh) else None
 
 
 def _registered(

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
 
 from minifsdp.cases.manual_finalization import finish, reduce_all
-from minifsdp.cases.smaller_mesh import smaller_mesh
+from minifsdp.cases.smaller_mesh import mesh_after_forward, smaller_mesh
 from minifsdp.fsdp2.options import MixedPrecisionPolicy
 
 
@@ -60,10 +60,8 @@ class TorchAttributes:
         if self.unit is None:
             return []
         mesh = self.unit.layout.params[0].mesh
-        policy = self.unit.policy
-        after_forward = mesh
-        if policy.post_forward_mesh:
-            after_forward = smaller_mesh(mesh, policy.post_forward_mesh.num_shards)
+        chosen = mesh_after_forward(self.unit)
+        after_forward = smaller_mesh(mesh, chosen.num_shards) if chosen else mesh
         parameters = self.unit.layout.local_parameters
         dtype = next((p.dtype for p in parameters if p.requires_grad), None)
         reduce = self._mp_policy.reduce_dtype
@@ -73,7 +71,7 @@ class TorchAttributes:
                 mp_policy=self._mp_policy,
                 mesh_info=_info(mesh),
                 post_forward_mesh_info=_info(after_forward)
-                if policy.reshard_after_forward
+                if self.unit.policy.reshard_after_forward
                 else None,
                 _orig_dtype=dtype,
                 _reduce_dtype=reduce if has_own else None,

@@ -98,7 +98,7 @@ class Slice:
         layout = self._unit.layout
         for parameter in layout.local_parameters:
             parameter.data = parameter.data.to(values.device, values.dtype)
-        layout.accept_changes(is_converted=True)
+        layout.refresh()
         layout.overwrite_local(values)
 
 

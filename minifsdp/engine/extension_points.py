@@ -9,10 +9,10 @@ them, and knows no case.
 Worked example, one step with one unit, and the points in the order of their calls::
 
     forward_begins
-        (forward of the unit)   unit_output
+        (forward of the unit)   unit_output   unit_reshards
     forward_ends
     backward_begins
-        unit_backward           (backward of the unit)   held_gradient
+        unit_backward           (backward of the unit)   unit_reshards   held_gradient
     backward_ends
 
 A case may set `Unit.is_held`. The unit then stays unsharded until the end of the backward that computes its gradients.
@@ -48,6 +48,7 @@ class ExtensionPoints:
         held_gradient: the gradients of the parameters of a held unit are complete. Gets the unit and the gradients.
         backward_ends: the last node of a backward has run. The function returns whether it ends this backward
             in another way. Then no later function is called, and the iteration does not end.
+        unit_reshards: a unit is resharded, also if it is sharded already. Its unsharded parameters still have values.
         values_written: the user may have written to the full parameters of this unit.
     """
 
@@ -59,4 +60,5 @@ class ExtensionPoints:
         self.unit_backward: list[Callable[[Unit], None]] = []
         self.held_gradient: list[Callable[[Unit, Gradient], None]] = []
         self.backward_ends: list[Callable[[], bool]] = []
+        self.unit_reshards: list[Callable[[Unit], None]] = []
         self.values_written: list[Callable[[Unit], None]] = []

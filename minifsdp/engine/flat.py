@@ -33,7 +33,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from minifsdp.engine import collectives, lifetime
-from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.flat_gradients import FlatGradients
 from minifsdp.engine.flat_params import (
@@ -144,12 +143,12 @@ class FlatLayout(Layout):
             for attribute in info.attributes
         ]
         # A flat parameter whose memory the modules use directly is always unsharded.
-        always = self._unsharded.is_borrowed and not use_orig_params
+        always = self.unsharded.is_borrowed and not use_orig_params
         # Placeholders raise an error without a guard.
         self._guards = guards_for(self.parameters) if use_orig_params or always else []
         self._is_guarded = False
         self._assign(
-            self.views_of(self._unsharded.leaf)
+            self.views_of(self.unsharded.leaf)
             if always
             else self.registered.sharded_params
         )
@@ -177,13 +176,14 @@ class FlatLayout(Layout):
                 functools.partial(_complete, weakref.ref(self))
             )
             self._variants[dtype] = unsharded
-        self._unsharded = self._variants[dtype]
-        self.is_copied = self.mesh.shard is None and not self._unsharded.is_borrowed
+        self.unsharded = self._variants[dtype]
+        self.is_copied = self.mesh.shard is None and not self.unsharded.is_borrowed
         # One leaf for all parameters, in each dtype that is in use.
         self.leaves = [variant.leaf for variant in self._variants.values()]
+        self.is_borrowed = self.unsharded.is_borrowed
         self.is_stored = stored
         self.dtype = dtype
-        self.num_bytes = self._unsharded.num_bytes
+        self.num_bytes = self.unsharded.num_bytes
 
     def on_gradient(
         self,
@@ -196,21 +196,8 @@ class FlatLayout(Layout):
         self._update_guards()
         return True
 
-    def accept_changes(self, *, is_converted: bool = False) -> None:
-        """Raises an error if a module has a tensor other than the one that was assigned last."""
-        if is_converted:
-            self._refresh()
-            return
-        assigned = self._assigned
-        for dictionary, attribute, index in self._attributes:
-            if (
-                attribute.name not in dictionary
-                or dictionary[attribute.name] is not assigned[index]
-            ):
-                raise replaced_error(self, attribute)
-
     @lifetime.outside_inference_mode
-    def _refresh(self) -> None:
+    def refresh(self) -> None:
         """Adapts to a shard whose dtype has changed."""
         self.registered.refresh_from_module()
         if self.dtype is not self._precision.computes_in(self.registered.shard.dtype):
@@ -226,7 +213,7 @@ class FlatLayout(Layout):
             comm_streams.all_gather.wait_compute()
             self._is_written = False
         self._last_all_gather = self.steps.count, self.registered.stamp()
-        output = self._unsharded
+        output = self.unsharded
         shard = self.registered.shard.data
         group = self.mesh.shard
         if output.is_borrowed:
@@ -250,8 +237,8 @@ class FlatLayout(Layout):
         """Releases the memory of the unsharded tensor, unless it is the memory of the shard."""
         return (
             None
-            if self._unsharded.is_borrowed
-            else lifetime.release(self._unsharded.alias)
+            if self.unsharded.is_borrowed
+            else lifetime.release(self.unsharded.alias)
         )
 
     def is_stale(self) -> bool:
@@ -266,7 +253,13 @@ class FlatLayout(Layout):
     def use_unsharded_params(self, *, is_backward: bool = False) -> None:
         """Creates new views and assigns them to the modules. Does not overwrite tensors of ``functional_call``."""
         # Without this check, tensors that the user assigned since the forward would be overwritten silently.
-        self.accept_changes()
+        assigned = self._assigned
+        for dictionary, attribute, index in self._attributes:
+            if (
+                attribute.name not in dictionary
+                or dictionary[attribute.name] is not assigned[index]
+            ):
+                raise replaced_error(self, attribute)
         if is_backward:
             # For a recomputed forward inside this unit.
             if self._recorded is not None:
@@ -274,11 +267,11 @@ class FlatLayout(Layout):
                     self._call_hooks_for(self._recorded)
                 self._assign(self._recorded)
             return
-        leaf = self._unsharded.leaf
+        leaf = self.unsharded.leaf
         requires_grad = self.registered.requires_grad
         if leaf.requires_grad is not requires_grad:
             leaf.requires_grad_(requires_grad)
-            self._unsharded.lasting_views = None
+            self.unsharded.lasting_views = None
         # Notes 1 and 2: create the views at the moment of use, with one split.
         views = self.views_of(leaf)
         if torch.is_grad_enabled():
@@ -326,14 +319,9 @@ class FlatLayout(Layout):
     def use_sharded_params(self) -> None:
         """Assigns the sharded tensors to the modules, or views of a flat parameter that is always unsharded."""
         sharded_params = self.registered.sharded_params
-        if self._unsharded.is_borrowed and not self.use_orig_params:
+        if self.unsharded.is_borrowed and not self.use_orig_params:
             self._assign(self._lasting_views())
             return
-        if (
-            self._unsharded.leaf._version != self._unsharded.version
-            and not self._unsharded.is_borrowed
-        ):
-            self._keep_changes()
         if self._assigned is not sharded_params:
             self._assign(sharded_params)
 
@@ -343,7 +331,7 @@ class FlatLayout(Layout):
         Autograd rejects a view of a split after an optimizer step. It accepts a view of a single range, at any time, so
         these views are created once.
         """
-        unsharded = self._unsharded
+        unsharded = self.unsharded
         if unsharded.lasting_views is None:
             with (
                 torch.inference_mode(False),
@@ -352,16 +340,6 @@ class FlatLayout(Layout):
             ):
                 unsharded.lasting_views = self.views_of(unsharded.leaf, by_split=False)
         return unsharded.lasting_views
-
-    def _keep_changes(self) -> None:
-        """Copies values that the user's forward has written to the unsharded tensor into the shard."""
-        unsharded = self._unsharded
-        shard = self.registered.shard
-        unsharded.version = unsharded.leaf._version
-        check_equal_changes({self.name: unsharded.alias}, self.mesh)
-        self.overwrite_local(
-            changed_values(unsharded.alias[self.shard_range], shard.detach())
-        )
 
     def _assign(self, tensors: Sequence[torch.Tensor]) -> None:
         self._assigned = tensors

@@ -82,12 +82,11 @@ class IterationState:
         self,
         units: list[Unit],
         reducer: Reducer,
-        observers: list[Any],
         schedule: Schedule,
     ) -> None:
         self.units = units
         self.reducer = reducer
-        self.observers = observers
+        self.observers: list[Any] = []
         self.schedule = schedule
         self.points = ExtensionPoints()
         self.in_forward = self.in_backward = self.is_recorded = False
@@ -176,7 +175,7 @@ class IterationState:
                 self._deferred = unit
                 return
         if unit.policy.reshard_after_forward and not unit.is_held:
-            unit.reshard(to_smaller_mesh=unit.awaits_backward and self.is_recorded)
+            unit.reshard()
         else:
             unit.layout.use_kept_params(is_kept=True)
 

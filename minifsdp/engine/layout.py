@@ -230,18 +230,6 @@ class Layout(Protocol):
         """
         return False
 
-    def accept_changes(self, *, is_converted: bool = False) -> None:
-        """Accepts tensors that the user has put in place of the unit's parameters, or raises an error.
-
-        Args:
-            is_converted: whether dtype and device of all parameters may have changed, for example by ``model.half()``.
-
-        Raises:
-            RuntimeError: if a parameter was removed, or replaced by an object that is not a valid replacement.
-        """
-
-    # --- memory ---
-
     def all_gather(self, comm_streams: CommStreams) -> Handle | None:
         """Allocates the unsharded memory and issues the all-gather. Returns ``None`` if no wait is needed."""
 

@@ -31,38 +31,33 @@ STREAM-05, STREAM-10.
 """
 
 import functools
+import operator
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.tensor import DTensor
 
 from minifsdp.engine import lifetime
 from minifsdp.engine.bucket import assign_to_buckets
-from minifsdp.engine.changes import changed_values, check_equal_changes
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.layout import (
     Gradient,
     Layout,
     Steps,
-    full_name,
     replaced_error,
     users_hooks,
 )
 from minifsdp.engine.lifetime import ReleaseEvent
-from minifsdp.engine.messages import message
 from minifsdp.engine.sharded_param import (
     LEAF,
     VERSION,
     Options,
     ShardedParam,
-    check_grad_dtype,
     local_shard_of,
-    set_local_shard,
 )
-from minifsdp.engine.shards import shard_of
+
+STAMP = operator.methodcaller("stamp")
 
 
 class PerParameterLayout(Layout):
@@ -74,8 +69,10 @@ class PerParameterLayout(Layout):
 
     Attributes:
         buckets: the memory of the parameters; nearly always one bucket.
-        post_forward_params: the registered tensors while the buckets gather from other shards than the optimizer's,
-            see ``minifsdp/cases/smaller_mesh.py``.
+        local_parameters: the optimizer's parameters.
+        sharded_params: the tensors to register while the unit is sharded; `local_parameters`, unless a case sets them.
+        registered: the tensors that are registered on the modules.
+        has_copied: whether values were copied into a bucket since the last all-gather began.
     """
 
     shards_are_distributed = True
@@ -83,7 +80,7 @@ class PerParameterLayout(Layout):
     @lifetime.outside_inference_mode
     def __init__(self, params: Sequence[ShardedParam], options: Options) -> None:
         self.params = params
-        self._options = options
+        self.options = options
         self.device = options.device
         self.offloads = options.offload
         self._pins = options.pin
@@ -93,65 +90,41 @@ class PerParameterLayout(Layout):
             for index, first in enumerate(self.parameters)
             for info in first.attributes
         ]
-        self._attributes = [
+        self.attributes = [
             (info.module._parameters, info, index) for info, index in places
         ]
         self._handles: list[Handle] = []
         self.steps = Steps()
-        self._gathered_at = object()
-        self._has_copied = False
-        self.post_forward_params: list[torch.Tensor] | None = None
+        self._gathered_at: object = None
+        self.has_copied = False
         self.buckets = assign_to_buckets(
             params, [param.local_shard for param in params], options, []
         )
         for param in params:
             param.replace_original()
         self.leaves: list[torch.Tensor] = []
-        self._registered: Sequence[torch.Tensor] = []
-        self._update_from_buckets()
+        self.registered: Sequence[torch.Tensor] = []
+        self.use_buckets()
 
-    @lifetime.outside_inference_mode
-    def _update_buckets(self, *, is_edited: bool) -> None:
-        """Copies the current values of the parameters into their buckets. Raises an error if they have two devices."""
-        self.gather_from_own_shards()
-        local_shards = [local_shard_of(param.parameter) for param in self.params]
-        if len({local_shard.device for local_shard in local_shards}) > 1:
-            names = [full_name(self.name, param.info.path) for param in self.params]
-            devices = zip(names, local_shards, strict=True)
-            parameters = ", ".join(
-                f"{name} ({local_shard.device})" for name, local_shard in devices
-            )
-            raise RuntimeError(message("converted-apart", parameters=parameters))
-        # From now on the values stay on the device that the user chose.
-        self._options = replace(self._options, offload=False)
-        buckets = assign_to_buckets(
-            self.params, local_shards, self._options, self.buckets
-        )
-        for param in self.params:
-            set_local_shard(param.parameter, param.local_shard)
-        # Values were copied into the memory of an existing bucket or of a new bucket.
-        self._has_copied |= is_edited or self.buckets != buckets
-        self.buckets = buckets
-        self._update_from_buckets()
-
-    def _update_from_buckets(self) -> None:
+    def use_buckets(self) -> None:
         """Uses the leaves of the buckets, and caches properties of the buckets that are used often."""
         for bucket in self.buckets:
             for param, leaf in zip(bucket.params, bucket.leaves, strict=True):
                 if param.plain_leaf is not leaf:
-                    param.use_leaf(leaf, self._options.precision.reduces_in(leaf.dtype))
-        self._choose_dtype()
+                    param.use_leaf(leaf, self.options.precision.reduces_in(leaf.dtype))
+        self.choose_dtype()
         self.num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
         self.group = next(
             (bucket.group for bucket in self.buckets if bucket.group is not None), None
         )
-        self._is_borrowed = all(bucket.is_borrowed for bucket in self.buckets)
-        uses_leaves = self._registered is self.leaves
+        self.is_borrowed = all(bucket.is_borrowed for bucket in self.buckets)
+        uses_leaves = self.registered is self.leaves
         self.local_parameters = [param.parameter for param in self.params]
+        self.sharded_params: Sequence[torch.Tensor] = self.local_parameters
         self.leaves = list(map(LEAF, self.params))
-        self._register(self.leaves if uses_leaves else self.local_parameters)
+        self.register(self.leaves if uses_leaves else self.local_parameters)
 
-    def _choose_dtype(self) -> None:
+    def choose_dtype(self) -> None:
         """Gradients of several dtypes are reduced in a dtype that can represent them all."""
         trained = [
             bucket.dtype
@@ -162,26 +135,15 @@ class PerParameterLayout(Layout):
             torch.promote_types, trained or [self.buckets[0].dtype]
         )
 
-    def _refresh(self) -> None:
-        """Adapts to changes of all parameters. Raises an error if some are on the meta device."""
-        for param in self.params:
-            check_grad_dtype(param.parameter, full_name(self.name, param.info.path))
-        # A case may take another parameter now.
-        self._update_buckets(is_edited=False)
-        on_meta = [param for param in self.params if param.local_shard.is_meta]
-        without = [full_name(self.name, param.info.path) for param in on_meta]
-        if without and self.device.type != "meta":
-            raise RuntimeError(message("still-meta", without=without))
-
     # --- memory ---
 
     def all_gather(self, comm_streams: CommStreams) -> Handle | None:
         """Issues one all-gather for each bucket. The layout itself is the handle, see `wait`."""
         self._gathered_at = self._stamp()
-        if self._has_copied:
+        if self.has_copied:
             # Copied on the compute stream; the communication stream has not waited since.
             comm_streams.all_gather.wait_compute()
-            self._has_copied = False
+            self.has_copied = False
         with comm_streams.all_gather as comm_stream:
             for bucket in self.buckets:
                 for issue, output, local_shard in bucket.prepare_all_gather(
@@ -208,57 +170,24 @@ class PerParameterLayout(Layout):
         """Frees the memory of all leaves."""
         for bucket in self.buckets:
             bucket.free()
-        return None if self._is_borrowed else lifetime.DONE
-
-    def gather_from_own_shards(self) -> None:
-        """Makes the next all-gather read the optimizer's shards again."""
-        post_forward_params = self.post_forward_params
-        self.post_forward_params = None
-        if post_forward_params is not None:
-            for bucket in self.buckets:
-                bucket.gather_from(None)
-                self.group = bucket.group
-            if self._registered is post_forward_params:
-                self._register(self.local_parameters)
+        return None if self.is_borrowed else lifetime.DONE
 
     def _stamp(self) -> object:
         # A DTensor counts its own in-place changes, and the bucket counts the changes of the local tensor. List
         # operators and fused kernels increase neither version, so the optimizer steps are counted as well.
         return (
             self.steps.count,
-            [bucket.stamp() for bucket in self.buckets],
+            list(map(STAMP, self.buckets)),
             list(map(VERSION, self.local_parameters)),
         )
 
     def is_stale(self) -> bool:
         """Whether a shard has changed since the last all-gather began. A copy that was only cast is always stale."""
         return self._gathered_at != self._stamp() or (
-            self.group is None and not self._is_borrowed
+            self.group is None and not self.is_borrowed
         )
 
     # --- the attributes of modules ---
-
-    def accept_changes(self, *, is_converted: bool = False) -> None:
-        """Accepts tensors that the user has registered instead of the unit's tensors, and values in other memory."""
-        is_edited = False
-        for dictionary, attribute, index in self._attributes:
-            name = attribute.name
-            param = self.params[index]
-            if name in dictionary and dictionary[name] is self._registered[index]:
-                is_edited |= local_shard_of(param.parameter) is not param.local_shard
-                continue
-            found = dictionary.get(name)
-            if not isinstance(found, nn.Parameter) or not param.fits(found):
-                raise replaced_error(self, attribute)
-            param.parameter = found
-            is_edited = True
-        if is_edited:
-            self._update_buckets(is_edited=True)
-        elif len(self.buckets) > 1:
-            # Other parameters, with another dtype, may have become trainable.
-            self._choose_dtype()
-        if is_converted:
-            self._refresh()
 
     def use_unsharded_params(self, *, is_backward: bool = False) -> None:
         """Registers the leaves on the modules. Only the bucket of a case creates a leaf after the first time.
@@ -266,31 +195,26 @@ class PerParameterLayout(Layout):
         Raises:
             RuntimeError: if a module has another tensor, for example inside ``functional_call``.
         """
-        registered = self._registered
-        for dictionary, attribute, index in self._attributes:
+        registered = self.registered
+        for dictionary, attribute, index in self.attributes:
             if (
                 attribute.name not in dictionary
                 or dictionary[attribute.name] is not registered[index]
             ):
                 raise replaced_error(self, attribute)
         self.leaves = list(map(LEAF, self.params))
-        self._register(self.leaves)
+        self.register(self.leaves)
 
     def use_kept_params(self, *, is_kept: bool) -> None:
         """Changes nothing: modules keep the leaves."""
 
     def use_sharded_params(self) -> None:
         """Registers the DTensors on the modules."""
-        self._register(
-            self.local_parameters
-            if self.post_forward_params is None
-            else self.post_forward_params
-        )
+        self.register(self.sharded_params)
 
-    def _register(self, tensors: Sequence[torch.Tensor]) -> None:
-        is_written = False
+    def register(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Registers tensors on the modules, and makes leaves and local parameters agree about gradients and hooks."""
         for param in self.params:
-            is_written |= param.leaf._version != param.version
             # The user has changed `requires_grad` since then.
             if (
                 not param.leaf.requires_grad
@@ -300,34 +224,11 @@ class PerParameterLayout(Layout):
                 param.toggle_requires_grad()
             if param.leaf._backward_hooks is not param.parameter._backward_hooks:
                 param.share_tensor_hooks()
-        if is_written:
-            self._keep_changes()
-        self._registered = tensors
-        for dictionary, attribute, index in self._attributes:
+        self.registered = tensors
+        for dictionary, attribute, index in self.attributes:
             dictionary[attribute.name] = tensors[index]  # type: ignore[assignment]
             if attribute.second_places:
                 attribute.update_second_places(tensors[index])
-
-    def _keep_changes(self) -> None:
-        """Copies values that the user's forward has written to the leaves into the local shards."""
-        written = [
-            param for param in self.params if param.leaf._version != param.version
-        ]
-        for param in written:
-            param.version = param.leaf._version
-        for groups in dict.fromkeys(
-            param.mesh_groups for param in written if not self._is_borrowed
-        ):
-            mine = [param for param in written if param.mesh_groups == groups]
-            check_equal_changes(
-                {full_name(self.name, p.info.path): p.plain_leaf for p in mine}, groups
-            )
-            for p in mine:
-                part = shard_of(
-                    p.plain_leaf.data, p.dim, p.num_shards, groups.shard_index
-                )
-                p.local_shard.copy_(changed_values(part, p.local_shard))
-                self._has_copied = True
 
     # --- gradients ---
 
@@ -368,9 +269,7 @@ class PerParameterLayout(Layout):
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
             param = self.params[number]
             if param.unreduced is None:
-                param.unreduced = part.to(
-                    self._options.precision.reduces_in(part.dtype)
-                )
+                param.unreduced = part.to(self.options.precision.reduces_in(part.dtype))
             else:
                 param.unreduced.add_(part)
 

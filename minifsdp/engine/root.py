@@ -107,10 +107,6 @@ class RootState:
         self.after_optimizer: Any = None
         for name, unit in units:
             unit.name = unit.layout.name = name
-            if unit.phase is not Phase.SUMMONED:
-                unit.layout.accept_changes(is_converted=True)
-            unit.plan_reductions()
-        observers = [observer(self.units) for observer in events.roots]
         by_module = {unit.module: unit for unit in self.units}
         # Keep the steps that were counted before the units had a common root.
         steps = max(
@@ -118,24 +114,21 @@ class RootState:
             key=lambda steps: steps.count,
             default=Steps(),
         )
+        reducer = Reducer(
+            self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units)
+        )
+        schedule = Schedule(backward_prefetch, forward_prefetch)
+        self.iteration = IterationState(self.units, reducer, schedule)
         for unit in self.units:
-            unit.join(self.comm_streams, self.limiter)
+            unit.join(self.comm_streams, self.limiter, self.iteration.points)
             unit.layout.steps = steps
             inside = (by_module.get(module) for module in unit.module.modules())
             unit.inner = frozenset(
                 other for other in inside if other is not None and other is not unit
             )
-        reducer = Reducer(
-            self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units)
-        )
-        self.iteration = IterationState(
-            self.units,
-            reducer,
-            observers,
-            Schedule(backward_prefetch, forward_prefetch),
-        )
         for case in cases:
             case(self)
+        self.iteration.observers = [observer(self.units) for observer in events.roots]
 
     def dissolve(self, *, keeps_unsharded: bool = False) -> None:
         """Releases the units. The next forward creates a new root state, possibly with a larger root or another dtype.
@@ -206,28 +199,18 @@ class RootState:
                 raise RuntimeError(
                     message("while-summoned", what="forward", unit=unit.name)
                 )
-        # The user may have replaced parameters, maybe by parameters of another dtype.
-        for unit in self.units:
-            if unit.phase is not Phase.SUMMONED:
-                unit.layout.accept_changes()
-            if unit.layout.dtype is not unit.planned_for:
-                unit.plan_reductions()
         # 3. Code that writes to shards later in the iteration makes the stream wait again.
         self.comm_streams.all_gather.wait_compute(self.after_optimizer)
         self.after_optimizer = None
         self.iteration.is_recorded = torch.is_grad_enabled()
         for extend in self.iteration.points.forward_begins:
             extend()
-        # 4. Reshard units whose shard has changed since the all-gather.
+        # 4. Parameters may have another dtype now, and a shard may have changed since its all-gather.
         for unit in self.units:
-            is_sharded = (
-                unit.state is State.SHARDED and unit.policy.post_forward_mesh is None
-            )
-            if (
-                unit.phase is not Phase.SUMMONED
-                and not is_sharded
-                and unit.layout.is_stale()
-            ):
+            if unit.layout.dtype is not unit.planned_for:
+                unit.plan_reductions()
+            is_idle = unit.state is State.SHARDED or unit.phase is Phase.SUMMONED
+            if not is_idle and unit.layout.is_stale():
                 unit.reshard()
         for observer in self.iteration.observers:
             observer.forward_begins(self.units)

@@ -43,6 +43,7 @@ from typing_extensions import TypeVar
 
 from minifsdp.engine.comm_streams import CommStreams, Handle
 from minifsdp.engine.events import events
+from minifsdp.engine.extension_points import ExtensionPoints
 from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.lifetime import RateLimiter
 from minifsdp.engine.messages import message
@@ -69,37 +70,21 @@ class Phase(Enum):
 
 
 @dataclass(frozen=True)
-class PostForwardMesh:
-    """Resharding to a smaller mesh between a forward and its backward.
-
-    Attributes:
-        begin: keeps larger shards before the unsharded parameters are freed. The next all-gather reads these shards.
-        end: makes the next all-gather read the normal shards again.
-        num_shards: number of larger shards.
-    """
-
-    begin: Callable[[], None]
-    end: Callable[[], None]
-    num_shards: int
-
-
-@dataclass(frozen=True)
 class UnitPolicy:
     """When a unit is all-gathered, resharded and reduced. Immutable: a change replaces the whole policy.
 
     Attributes:
         reshard_after_forward: reshard after each forward and all-gather again for backward; otherwise, stay unsharded
-            until the backward, or until the shard changes. Later forwards then need no all-gather.
+            until the backward, or until the shard changes. Later forwards then need no all-gather. A bool, or an object
+            of a case that counts as true.
         reshard_after_backward: reshard after a backward.
-        post_forward_mesh: the smaller mesh to which the unit is resharded after forward, if any.
         unshards_in_backward: whether backward needs the parameters.
         prefetch_in_forward, prefetch_in_backward: units to prefetch after this one; ``None`` uses the schedule.
         reduces: whether the next backward ends in a reduction.
     """
 
-    reshard_after_forward: bool
+    reshard_after_forward: Any
     reshard_after_backward: bool = True
-    post_forward_mesh: PostForwardMesh | None = None
     unshards_in_backward: bool = True
     prefetch_in_forward: tuple[Unit, ...] | None = None
     prefetch_in_backward: tuple[Unit, ...] | None = None
@@ -162,9 +147,10 @@ class Unit(Generic[LayoutT]):
         self.num_pending = 0
         self.counted_in = -1
         self.ran_in = -1
-        # Those of the root, see `join`. ``None``, and a limiter that never waits, until the unit has a root.
+        # Those of the root, see `join`. ``None``, a limiter that never waits, and no cases until the unit has a root.
         self.comm_streams: CommStreams | None = None
         self.limiter = RateLimiter(enabled=False)
+        self.points = ExtensionPoints()
         self._handle: Handle | None = None
 
     def update_policy(self, **changes: Any) -> None:
@@ -177,10 +163,13 @@ class Unit(Generic[LayoutT]):
         for plan in self.plans:
             plan.use(self.precision.reduces_in(self.planned_for))
 
-    def join(self, comm_streams: CommStreams, limiter: RateLimiter) -> None:
-        """Adds the unit to a root. The unit then uses the root's communication streams and rate limiter."""
+    def join(
+        self, comm_streams: CommStreams, limiter: RateLimiter, points: ExtensionPoints
+    ) -> None:
+        """Adds the unit to a root, whose communication streams, rate limiter and extension points it then uses."""
         self.comm_streams = comm_streams
         self.limiter = limiter
+        self.points = points
 
     def unshard(self) -> None:
         """SHARDED -> GATHERING: issues the all-gather. Does nothing in other states and in the phase SUMMONED."""
@@ -215,18 +204,14 @@ class Unit(Generic[LayoutT]):
             events.recorder.end("AG", self.name)
         self.state = State.UNSHARDED
 
-    def reshard(self, *, to_smaller_mesh: bool = False) -> None:
+    def reshard(self) -> None:
         """Any state -> SHARDED: frees the unsharded parameters. Waits first for an all-gather in flight."""
-        post_forward_mesh = self.policy.post_forward_mesh
-        if post_forward_mesh is not None:
-            # Even if the unit is SHARDED on a smaller mesh, the next all-gather must read the normal shards.
-            post_forward_mesh.end()
-        if self.state is State.SHARDED:
-            return
         if self.state is State.GATHERING:
             self.wait()
-        if to_smaller_mesh and post_forward_mesh is not None:
-            post_forward_mesh.begin()
+        for extend in self.points.unit_reshards:
+            extend(self)
+        if self.state is State.SHARDED:
+            return
         self.layout.use_sharded_params()
         self.state = State.SHARDED
         self.is_held = False

@@ -425,7 +425,7 @@ class Wrapper(nn.Module):
         if self._root_state is not None and not self._root_state.is_dissolved:
             self._root_state.dissolve()
         if self._unit is not None and self._unit.phase is Phase.IDLE:
-            self._unit.layout.accept_changes(is_converted=True)
+            self._unit.layout.refresh()
         return self
 
     def _only_on_the_root(self, what: str) -> None:

@@ -34,6 +34,7 @@ from torch import nn
 
 from minifsdp.cases.all_cases import CASES
 from minifsdp.cases.manual_finalization import manual_of
+from minifsdp.cases.smaller_mesh import SmallerMeshes
 from minifsdp.cases.torch_attributes import TorchAttributes
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.hooks import IterationState
@@ -158,10 +159,10 @@ class FSDPState(TorchAttributes):
         elif self._has_begun:
             root_state.iteration.watch(output)
         if self._has_begun:
-            self._has_begun = False
             for state in self._cases:
                 output = state.end_forward(root_state.iteration, (args, kwargs), output)
             output = root_state.end_forward(output)
+            self._has_begun = False
         return output
 
     # --- overridden by cases ---
@@ -243,7 +244,7 @@ class FSDPState(TorchAttributes):
             ],
             self.unit,
             self.device,
-            cases=CASES,
+            cases=(*CASES, SmallerMeshes),
             backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
             forward_prefetch=False,
             limit_all_gathers=False,

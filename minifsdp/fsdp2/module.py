@@ -28,6 +28,8 @@ from torch import nn
 from minifsdp.cases.ddp_around import RefusesDDP
 from minifsdp.cases.hook_streams import on_stream
 from minifsdp.cases.manual_finalization import ManualFinalization
+from minifsdp.cases.replaced_parameters import accept_changes
+from minifsdp.cases.smaller_mesh import mesh_after_forward
 from minifsdp.cases.unsupported_methods import UnsupportedMethods, without_methods
 from minifsdp.checks.arguments import (
     FACTOR,
@@ -107,7 +109,7 @@ class FSDPModule(ManualFinalization, RefusesDDP, UnsupportedMethods):
         if state.unit is not None:
             root_state = state.current_root_state()
             # As at the start of an iteration, the user may have replaced or modified the sharded parameters.
-            state.unit.layout.accept_changes()
+            accept_changes(state.unit.layout)
             root_state.comm_streams.all_gather.wait_compute()
             if state.unit.layout.is_stale():
                 state.unit.reshard()
@@ -228,12 +230,11 @@ class FSDPModule(ManualFinalization, RefusesDDP, UnsupportedMethods):
         for state in _states(self, recurse):
             state.reshard_after_forward = reshard_after_forward
         for unit in _units(self, recurse):
-            if unit.policy.post_forward_mesh is not None:
-                # Release shards on the smaller mesh from this iteration. No other code would release them.
-                unit.policy.post_forward_mesh.end()
-            unit.update_policy(
-                reshard_after_forward=reshard_after_forward, post_forward_mesh=None
-            )
+            mesh = mesh_after_forward(unit)
+            if mesh is not None:
+                # Release the larger shards of this iteration. No other code would release them.
+                mesh.end()
+            unit.update_policy(reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True

@@ -164,7 +164,7 @@ def _state(
     """The state of an iteration, and a unit that records what the hook does with them."""
     calls: list[str] = []
     nothing: Any = None
-    state: Any = IterationState([], nothing, nothing, Schedule(prefetch))
+    state: Any = IterationState([], nothing, Schedule(prefetch))
     unit: Any = Recorder(
         calls,
         name="block",

@@ -31,5 +31,5 @@ class OneBucket(PerParameterLayout):
     """A layout that can only all-gather a bucket and wait for it."""
 
     def __init__(self, bucket: Bucket) -> None:
-        self.buckets, self._handles, self.local_parameters, self._has_copied = [bucket], [], [], False
+        self.buckets, self._handles, self.local_parameters, self.has_copied = [bucket], [], [], False
         self.steps = Steps()

@@ -47,7 +47,7 @@ def units_of(model: FSDP) -> list[Unit]:
 def is_open(unit: Unit) -> bool:
     """Whether the unsharded parameters of the unit have memory, independently of the unit's own state."""
     layout: Any = unit.layout
-    size: int = layout._unsharded.leaf.untyped_storage().size()
+    size: int = layout.unsharded.leaf.untyped_storage().size()
     return size > 0
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minifsdp.cases.replaced_parameters import accept_changes
 from minifsdp.engine.bucket import Bucket
 from minifsdp.engine.comm_streams import CommStream, CommStreams
 from minifsdp.engine.flat import FlatLayout
@@ -131,7 +132,7 @@ def test_all_gather_waits_for_copy_of_replaced_tensor() -> None:
     layout = units_of_two(layer)
     assert num_follows(layout) == 0
     layer.load_state_dict({name: value * 2 for name, value in layer.state_dict().items()}, assign=True)
-    layout.accept_changes()
+    accept_changes(layout)
     assert num_follows(layout) == 1
     assert num_follows(layout) == 0
 

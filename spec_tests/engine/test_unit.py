@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from minifsdp.engine.comm_streams import CommStreams
+from minifsdp.engine.extension_points import ExtensionPoints
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
@@ -59,7 +60,7 @@ def make(log: Log, mesh: MeshGroups | None = None) -> Unit:
     log.group = plan.mesh.shard
     unit = Unit(nn.Linear(2, 2), layout, [plan], Precision(), UnitPolicy(reshard_after_forward=True))
     limiter: Any = log
-    unit.join(CommStreams(CPU), limiter)
+    unit.join(CommStreams(CPU), limiter, ExtensionPoints())
     unit.name = "block"
     return unit
 
