@@ -1,10 +1,9 @@
 """``FullyShardedDataParallel``: the wrapper, with all methods that users call.
 
 The class has its constructor and the methods for states. It inherits the others. ``fsdp1/wrapper.py`` contains the base
-class `Wrapper`, with the construction, the forward and the root state.
+class `Wrapper`, with the unit, the forward, the root state, and the names, attributes and items of the module.
 
 =========================================  ===========================================================
-``fsdp1/names.py``                         names of parameters and buffers, attributes and items
 ``fsdp1/training.py``                      ``no_sync``, ``summon_full_params``, ``clip_grad_norm_``, hooks
 ``checkpoint/``                            state dicts of the model and the optimizer
 ``compat/optim_state_legacy.py``           optimizer state dicts with the API up to torch 2.0
@@ -57,7 +56,7 @@ from minifsdp.checkpoint.state_dict_options import (
     Form,
     StateDictType,
 )
-from minifsdp.checks import arguments
+from minifsdp.checks import arguments, ownership
 from minifsdp.checks.arguments import OPTIMIZER, Kind, is_a, or_none, require
 from minifsdp.compat import optim_state_legacy
 from minifsdp.compat.legacy import policy_by_either_name
@@ -66,19 +65,19 @@ from minifsdp.engine.compiler import step_over_this_package
 from minifsdp.engine.flat_params import FLAT_NAME as FLAT_PARAM
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.schedule import BackwardPrefetch
+from minifsdp.fsdp1 import build
 from minifsdp.fsdp1.build import HYBRID_SHARDING_STRATEGIES
-from minifsdp.fsdp1.names import NamedWrapper
 from minifsdp.fsdp1.options import (
     CPUOffload,
     MixedPrecision,
     ProcessGroupType,
     ShardingStrategy,
 )
-from minifsdp.fsdp1.policies import CustomPolicy, ModuleWrapPolicy
 from minifsdp.fsdp1.training import TrainingMethods
+from minifsdp.fsdp1.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 from minifsdp.fsdp1.wrapper import PREFIX as FSDP_PREFIX
 from minifsdp.fsdp1.wrapper import WRAPPED as FSDP_WRAPPED_MODULE
-from minifsdp.fsdp1.wrapper import Wrapper
+from minifsdp.fsdp1.wrapper import is_wrapper
 
 __all__ = [
     "CustomPolicy",
@@ -102,10 +101,9 @@ PREFETCH = Kind(
     or_none(is_a(BackwardPrefetch)),
 )
 OFFLOAD = Kind("a CPUOffload or None", or_none(is_a(CPUOffload)))
-SHARDED = Form(StateDictType.SHARDED_STATE_DICT)
 
 
-class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPState):  # type: ignore[misc, override]
+class FullyShardedDataParallel(TrainingMethods, TorchNames, _FSDPState):  # type: ignore[misc, override]
     """Shards a module's parameters, gradients and optimizer state over the ranks of a group.
 
     Every rank of the group must construct it, with modules of the same structure and in the same order.
@@ -168,40 +166,66 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
             "FullyShardedDataParallel",
             mixed_precision=mixed_precision,
         )
-        super().__init__(
-            module,
+        policy = policy_by_either_name(auto_wrap_policy, fsdp_auto_wrap_policy)
+        build.check_arguments(module, sharding_strategy, policy)
+        super().__init__()
+        ignored = build.find_ignored(
+            module, ignored_modules, ignored_states, is_wrapper
+        )
+        self._ignored_modules, ignored_params = ignored
+        self.compute_device = build.compute_device(module, device_id, ignored_params)
+        ownership.check_one_api(module, "FullyShardedDataParallel")
+        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
+        self._mesh, groups = build.choose_mesh(
+            process_group,
+            device_mesh,
+            strategy,
+            self.compute_device,
+            has_policy=policy is not None,
+        )
+        # With a hybrid strategy, this is the shard group.
+        self.process_group = groups[0] if isinstance(groups, tuple) else groups
+        self.rank = self.process_group.rank()
+        self.world_size = self.process_group.size()
+        self._device_mesh = device_mesh
+        self.sharding_strategy = build.strategy_on(self._mesh, strategy)  # type: ignore[assignment]
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        self._use_orig_params = use_orig_params
+        if policy is not None:
+            inner_options = {
+                "process_group": groups if device_mesh is None else None,
+                "device_mesh": device_mesh,
+                # With ignored modules, pass modules, because an inner unit must ignore their buffers too.
+                "ignored_modules": self._ignored_modules or None,
+                "ignored_states": None if self._ignored_modules else ignored_params,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+            }
             # A policy wraps with this class, because a user's subclass may have other constructor arguments.
-            FullyShardedDataParallel,
-            process_group=process_group,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            auto_wrap_policy=policy_by_either_name(
-                auto_wrap_policy, fsdp_auto_wrap_policy
-            ),
-            backward_prefetch=backward_prefetch,
-            mixed_precision=mixed_precision,
-            ignored_modules=ignored_modules,
-            param_init_fn=param_init_fn,
-            device_id=device_id,
-            sync_module_states=sync_module_states,
-            forward_prefetch=forward_prefetch,
-            limit_all_gathers=limit_all_gathers,
-            use_orig_params=use_orig_params,
-            ignored_states=ignored_states,
-            device_mesh=device_mesh,
+            auto_wrap(module, policy, FullyShardedDataParallel, inner_options, *ignored)
+        self._shard(
+            module,
+            ignored_params,
+            param_init_fn,
+            has_device_id=device_id is not None,
+            synchronizes=sync_module_states,
         )
         self._state_dict_state = options.StateDictState()
         state_dict_load.register_hooks(self)
         parts_of_units.register_hooks(self._unit)
         step_over_this_package()
-
-    @staticmethod
-    def fsdp_modules(  # type: ignore[override]
-        module: nn.Module, root_only: bool = False
-    ) -> list[FullyShardedDataParallel]:
-        """All wrappers in ``module``, including ``module`` itself; ``root_only`` skips inner wrappers (NAMES-06)."""
-        require(arguments.MODULE, "fsdp_modules", module=module)
-        return Wrapper.fsdp_modules(module, root_only)  # type: ignore[return-value]
 
     # --- copies ---
 
@@ -232,10 +256,9 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
         The dict does not change when training continues. With ``keep_vars=True``, however, buffers and parameters that
         belong to no unit are the model's own tensors.
         """
-        walk = super().state_dict
         return state_dict.save(
             self,
-            walk,
+            super().state_dict,
             *args,
             destination=destination,
             prefix=prefix,
@@ -415,12 +438,16 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
         ``device_mesh``, unless the optimizer's configuration has ``_use_dtensor=True``.
         """
         require(arguments.MODULE, "sharded_optim_state_dict", model=model)
-        use_dtensor = getattr(
-            options.get_type(model).optim_state_dict_config, "_use_dtensor", False
-        )
-        form = Form(StateDictType.SHARDED_STATE_DICT, use_dtensor=use_dtensor)
+        config = options.get_type(model).optim_state_dict_config
         return optim_state_legacy.save(
-            "sharded_optim_state_dict", model, optim, form, group
+            "sharded_optim_state_dict",
+            model,
+            optim,
+            Form(
+                StateDictType.SHARDED_STATE_DICT,
+                use_dtensor=getattr(config, "_use_dtensor", False),
+            ),
+            group,
         )
 
     @staticmethod
@@ -486,7 +513,7 @@ class FullyShardedDataParallel(NamedWrapper, TrainingMethods, TorchNames, _FSDPS
             model,
             None,
             optim,
-            SHARDED,
+            Form(StateDictType.SHARDED_STATE_DICT),
         )
 
     @staticmethod

@@ -1,6 +1,6 @@
 """Wrapping policies at the same import path as in torch: ``from minifsdp.wrap import ModuleWrapPolicy``.
 
-The code and its documentation are in ``fsdp1/policies.py`` and ``fsdp1/wrap.py``. ``_recursive_wrap`` is torch's own
+The code and its documentation are in ``fsdp1/wrap.py``. ``_recursive_wrap`` is torch's own
 function: it wraps the modules that a policy chooses with any class.
 
 Spec: WRAP-02 to WRAP-16, LEGACY-02, NEW-02, NEW-03.
@@ -11,9 +11,8 @@ Spec: WRAP-02 to WRAP-16, LEGACY-02, NEW-02, NEW-03.
 
 from torch.distributed.fsdp.wrap import _recursive_wrap as _recursive_wrap
 
-from minifsdp.fsdp1.policies import *
-from minifsdp.fsdp1.policies import _module_wrap_policy, _or_policy, _Policy
-from minifsdp.fsdp1.wrap import enable_wrap, wrap
+from minifsdp.fsdp1.wrap import *
+from minifsdp.fsdp1.wrap import _module_wrap_policy, _or_policy, _Policy
 
 __all__ = [
     "CustomPolicy",

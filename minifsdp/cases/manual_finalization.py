@@ -40,30 +40,32 @@ class Manual:
         iteration: the iteration of the root. Its extension points hold this object.
 
     Attributes:
+        iteration: as given.
         unfinished: the handle of a reduction that the program must wait for before the next forward.
     """
 
     def __init__(self, iteration: IterationState) -> None:
-        self._iteration = iteration
+        self.iteration = iteration
         self.unfinished: GradientReductionHandle | None = None
         iteration.points.backward_ends.append(self.backward_ends)
         iteration.points.forward_begins.append(self.check_finished)
 
     def remove(self) -> None:
         """The end of the next backward ends the iteration again."""
-        self._iteration.points.backward_ends.remove(self.backward_ends)
-        self._iteration.points.forward_begins.remove(self.check_finished)
+        self.unfinished = None
+        self.iteration.points.backward_ends.remove(self.backward_ends)
+        self.iteration.points.forward_begins.remove(self.check_finished)
 
     def backward_ends(self) -> bool:
         """Keeps the iteration open. After an error in it, forgets the handle of before."""
-        if not self._iteration.is_open:
+        if not self.iteration.is_open:
             self.unfinished = None
-        self._iteration.keep_open()
+        self.iteration.keep_open()
         return True
 
     def check_finished(self) -> None:
         """Raises an error if the program did not wait for a handle. After an error in an iteration, forgets it."""
-        if self._iteration.is_open and self.unfinished is not None:
+        if self.iteration.is_open and self.unfinished is not None:
             raise RuntimeError(message("reduction-unfinished"))
         self.unfinished = None
 
@@ -100,13 +102,7 @@ class GradientReductionHandle:
     """The handle that ``finalize_backward(async_op=True)`` returns (NEW-25)."""
 
     def __init__(self) -> None:
-        self._iteration: IterationState | None = None
-
-    def _begin(self, iteration: IterationState, manual: Manual) -> None:
-        """Issues the reductions."""
-        reduce_all(iteration)
-        self._iteration = iteration
-        manual.unfinished = self
+        self._manual: Manual | None = None
 
     def wait(self) -> None:
         """Waits for the reductions. Afterwards the gradients are complete. A second call has no effect.
@@ -114,15 +110,14 @@ class GradientReductionHandle:
         Raises:
             RuntimeError: if ``reset_iter_state`` was called in between.
         """
-        iteration = self._iteration
-        self._iteration = None
-        if iteration is None:
+        manual = self._manual
+        self._manual = None
+        if manual is None:
             return
-        manual = manual_of(iteration)
-        if manual is None or manual.unfinished is not self or not iteration.is_open:
+        if manual.unfinished is not self or not manual.iteration.is_open:
             raise RuntimeError(message("reduction-reset"))
         manual.unfinished = None
-        finish(iteration)
+        finish(manual.iteration)
 
 
 class ManualFinalization:
@@ -161,8 +156,9 @@ class ManualFinalization:
         """
         handle = GradientReductionHandle()
         if self._get_fsdp_state().root_state is not None:
-            root_state = self._as_root("finalize_backward")
-            handle._begin(root_state.iteration, _checked(root_state))
+            manual = handle._manual = _checked(self._as_root("finalize_backward"))
+            reduce_all(manual.iteration)
+            manual.unfinished = handle
         if async_op:
             return handle
         handle.wait()
@@ -178,10 +174,10 @@ def _checked(root_state: RootState) -> Manual:
         raise RuntimeError(message("finalized-early"))
     for unit in root_state.units:
         leaves = unit.layout.has_unreduced and unit.policy.reduces
-        for plan in unit.plans:
-            stays_partial = (
-                leaves and plan.mesh.replicate is not None and not plan.all_reduces
-            )
-            if stays_partial or plan.partial is not None:
-                raise RuntimeError(message("finalized-partial", unit=unit.name))
+        if any(
+            plan.partial is not None
+            or (leaves and plan.mesh.replicate is not None and not plan.all_reduces)
+            for plan in unit.plans
+        ):
+            raise RuntimeError(message("finalized-partial", unit=unit.name))
     return manual

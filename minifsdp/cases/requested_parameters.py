@@ -135,11 +135,10 @@ class RequestedParameters:
             )
         if inputs and gradient is not None:
             # With ``create_graph=True``, the hooks of the units raise the error.
-            create_graph = torch.is_grad_enabled()
             torch.autograd.backward(
                 [edge],
                 [gradient],
                 retain_graph=True,
-                create_graph=create_graph,
+                create_graph=torch.is_grad_enabled(),
                 inputs=inputs,
             )

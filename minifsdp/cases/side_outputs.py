@@ -83,21 +83,12 @@ class SideOutputs:
             return output
         if self._attributes is None:
             # Attributes of `nn.Module` itself begin with an underscore. A unit that stays unsharded needs no hook.
-            each = [
-                (u, vars(m))
-                for m, u in self._unit_of.items()
-                if u.state is State.SHARDED
-            ]
-            places = [
-                (unit, values, name)
-                for unit, values in each
-                for name in values
-                if not name.startswith("_")
-            ]
             self._attributes = [
-                (unit, values, name)
-                for unit, values, name in places
-                if _kept_in(values, name)
+                (unit, vars(module), name)
+                for module, unit in self._unit_of.items()
+                if unit.state is State.SHARDED
+                for name in vars(module)
+                if not name.startswith("_") and _kept_in(vars(module), name)
             ]
         for unit, values, name in self._attributes:
             # A tensor may stay for many forwards, and needs one hook. If the unit's forward was not recorded, the

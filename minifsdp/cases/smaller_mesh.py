@@ -111,11 +111,10 @@ class SmallerMesh:
             ]
             local = torch.zeros(sum(sizes), dtype=bucket.dtype, device=layout.device)
             source = Source(bucket.params, group, sizes, local, bucket.spaces)
-            leaves = zip(bucket.leaves, bucket.params, strict=True)
             source.copy_in(
                 [
                     shard_of(leaf.data, param.dim, group.size, group.rank)
-                    for leaf, param in leaves
+                    for leaf, param in zip(bucket.leaves, bucket.params, strict=True)
                 ]
             )
             bucket.gather_from(source, compute_event(layout.device))
@@ -205,28 +204,25 @@ def smaller_mesh(mesh: DeviceMesh, size: int) -> DeviceMesh:
     """``mesh`` reshaped to ``size`` ranks in the last dimension. Every rank of the world must call it."""
     made = _meshes.setdefault(mesh.get_group(mesh.ndim - 1), {})
     key = (tuple(mesh.mesh.flatten().tolist()), mesh.device_type, size)
-    if key not in made or not exists(made[key][0]):
-        # The mesh does not exist, or its groups have been destroyed since it was created.
-        smaller = _make(mesh, size)
-        made[key] = (smaller.get_group(1), smaller)
-    return made[key][1]
-
-
-def _make(mesh: DeviceMesh, size: int) -> DeviceMesh:
+    if key in made and exists(made[key][0]):
+        return made[key][1]
+    # The mesh does not exist, or its groups have been destroyed since it was created.
     table = mesh.mesh.reshape(-1, size)
     # Ranks can be in different submeshes of one large mesh. But all ranks of the world must create every group,
     # including groups that they are not in.
     all_ranks: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
     with on_device_of(Group.of(default_group())):
         dist.all_gather_object(all_ranks, table.tolist())
-    columns = sorted(
-        {tuple(ranks) for copies in all_ranks for ranks in zip(*copies, strict=True)}
-    )
-    rows = sorted({tuple(ranks) for copies in all_ranks for ranks in copies})
+    columns = {
+        tuple(ranks) for copies in all_ranks for ranks in zip(*copies, strict=True)
+    }
+    rows = {tuple(ranks) for copies in all_ranks for ranks in copies}
     groups = [
-        dist.new_subgroups_by_enumeration([list(ranks) for ranks in every])[0]
+        dist.new_subgroups_by_enumeration([*map(list, sorted(every))])[0]
         for every in (columns, rows)
     ]
-    return DeviceMesh.from_group(
+    smaller = DeviceMesh.from_group(
         groups, mesh.device_type, mesh=table, mesh_dim_names=("replicate", "shard")
     )
+    made[key] = (groups[1], smaller)
+    return smaller

@@ -64,10 +64,9 @@ class SummonedGradients:
     def __init__(self, unit: FlatUnit) -> None:
         self._layout = layout = unit.layout
         gradients = [parameter.grad for parameter in layout.local_parameters]
-        dtypes = [gradient.dtype for gradient in gradients if gradient is not None]
-        shard = torch.zeros_like(
-            layout.registered.shard, dtype=dtypes[0] if dtypes else None
-        )
+        # With ``keep_low_precision_grads``, gradients have another dtype than the parameters.
+        dtypes = (gradient.dtype for gradient in gradients if gradient is not None)
+        shard = torch.zeros_like(layout.registered.shard, dtype=next(dtypes, None))
         for gradient, part in zip(
             gradients, layout.registered.parts(shard), strict=True
         ):
@@ -87,7 +86,6 @@ class SummonedGradients:
     def assign(self, full_params: Sequence[nn.Parameter]) -> None:
         """Sets ``.grad`` of the full parameters."""
         views = zip(self._layout.views_of(self._flat), self._present, strict=True)
-        # With ``keep_low_precision_grads``, gradients have another dtype than the parameters.
         assign_gradients(
             full_params, [view if is_present else None for view, is_present in views]
         )
@@ -97,9 +95,8 @@ class SummonedGradients:
         layout = self._layout
         copy_replaced(layout.views_of(self._flat), gradients)
         parts = layout.registered.parts(self._flat[layout.shard_range].clone())
-        pairs = zip(parts, gradients, strict=True)
-        kept = [
+        kept = (
             part if gradient is not None and part.numel() else None
-            for part, gradient in pairs
-        ]
+            for part, gradient in zip(parts, gradients, strict=True)
+        )
         assign_gradients(layout.local_parameters, kept)

@@ -78,16 +78,13 @@ class TensorExtensions:
         """
         has = [name for name in (BEFORE, AFTER, RELEASES) if hasattr(local_shard, name)]
         if has and has[:2] != [BEFORE, AFTER]:
-            path = param.info.path
-            kind = type(local_shard).__name__
-            missing = AFTER if BEFORE in has else BEFORE
             raise AssertionError(
                 message(
                     "half-extension",
-                    path=path,
-                    type=kind,
+                    path=param.info.path,
+                    type=type(local_shard).__name__,
                     method=has[0],
-                    missing=missing,
+                    missing=AFTER if BEFORE in has else BEFORE,
                 )
             )
         return bool(has)
@@ -149,7 +146,6 @@ class ExtendedBucket:
             policy,
         ]
         self._freed_at: Any = None
-        self._metadata: Any = None
         self._outputs: list[torch.Tensor] = []
         self._inner: list[tuple[torch.Tensor, int]] = []
 
@@ -170,11 +166,7 @@ class ExtendedBucket:
             self._padded = part.new_zeros(self._padded_shape).to(
                 self._options.storage_device(part)
             )
-            own = (
-                self._padded
-                if part.shape == self._padded_shape
-                else self._rows(self._padded, part.shape)
-            )
+            own = self._rows(self._padded, part.shape)
             own.copy_(part)
             self.local_shards = [own]
 
@@ -195,8 +187,8 @@ class ExtendedBucket:
         )
         before = getattr(shard, BEFORE)
         # In earlier versions of torch, the mesh is the only argument.
-        num_arguments = len(inspect.signature(before).parameters)
-        tensors, self._metadata = before(*self._arguments[:num_arguments])
+        arguments = self._arguments[: len(inspect.signature(before).parameters)]
+        tensors, self._metadata = before(*arguments)
         inputs = [
             self._fill_up(tensor).to(self._options.device).contiguous()
             for tensor in tensors
@@ -210,10 +202,9 @@ class ExtendedBucket:
             output.untyped_storage().resize_(output.nbytes)
             if self.group is None:
                 output.copy_(tensor)
-        each = zip(self._outputs, inputs, strict=True)
         return [
             (collectives.all_gather, output.view(-1), tensor.view(-1))
-            for output, tensor in each
+            for output, tensor in zip(self._outputs, inputs, strict=True)
         ]
 
     def _fill_up(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -225,7 +216,9 @@ class ExtendedBucket:
         return padded
 
     def _rows(self, tensor: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """The part of a padded tensor that has ``shape``."""
+        """The part of a padded tensor that has ``shape``. Without padding, the tensor itself."""
+        if tensor.shape == shape:
+            return tensor
         return tensor.narrow(self._param.dim, 0, shape[self._param.dim])
 
     @lifetime.outside_inference_mode
@@ -234,22 +227,22 @@ class ExtendedBucket:
         for tensor, num_bytes in self._inner:
             tensor.untyped_storage().resize_(num_bytes)
         after: Any = getattr(self._padded, AFTER)
-        outputs = tuple(self._outputs)
+        arguments = (tuple(self._outputs), self._metadata, self.dtype)
         if self.leaves[0].is_meta:
-            self._create_leaf(*after(outputs, self._metadata, self.dtype))
+            self._create_leaf(*after(*arguments))
         else:
-            after(outputs, self._metadata, self.dtype, out=self.leaves[0])
+            after(*arguments, out=self.leaves[0])
             self._param.version = self.leaves[0]._version
         if getattr(self._padded, RELEASES, bool)():
-            for output in outputs:
+            for output in self._outputs:
                 lifetime.release(output)
 
     def _create_leaf(self, tensor: torch.Tensor, inner: Sequence[torch.Tensor]) -> None:
         self._inner = [(one, one.untyped_storage().size()) for one in inner]
         if tensor.ndim != len(self._param.shape):
             tensor = tensor.as_strided(self._param.shape, self._stride, 0)
-        elif tensor.shape != self._param.shape:
-            # Drops the padding, for any strides. Without padding, the module computes with the tensor as it is.
+        else:
+            # Drops the padding, for any strides.
             tensor = self._rows(tensor, self._param.shape)
         # `.data` has its own version counter: a later all-gather must not look like an in-place change.
         self.leaves = [nn.Parameter(tensor.data, requires_grad=False)]
@@ -275,8 +268,10 @@ class ExtendedBucket:
 
 def _shard_axis(mesh: DeviceMesh) -> DeviceMesh:
     """The shard group as a 1-D mesh."""
-    if mesh.ndim == 1:
-        return mesh
-    if mesh.mesh_dim_names:
+    if mesh.ndim > 1 and mesh.mesh_dim_names:
         return mesh[mesh.mesh_dim_names[-1]]
-    return DeviceMesh.from_group(mesh.get_group(1), mesh.device_type)
+    return (
+        mesh
+        if mesh.ndim == 1
+        else DeviceMesh.from_group(mesh.get_group(1), mesh.device_type)
+    )

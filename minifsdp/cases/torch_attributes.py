@@ -31,8 +31,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
 
 from minifsdp.cases.manual_finalization import finish, reduce_all
 from minifsdp.cases.smaller_mesh import mesh_after_forward, smaller_mesh
-from minifsdp.engine.per_param import PerParameterLayout
-from minifsdp.engine.unit import Unit
 from minifsdp.fsdp2.options import MixedPrecisionPolicy
 
 
@@ -59,11 +57,26 @@ class TorchAttributes:
 
     @property
     def _fsdp_param_groups(self: Any) -> list["ParamGroup"]:
-        return (
-            []
-            if self.unit is None
-            else [ParamGroup(self.unit, self._mp_policy, self.reshard_after_forward)]
-        )
+        if self.unit is None:
+            return []
+        mesh = self.unit.layout.params[0].mesh
+        chosen = mesh_after_forward(self.unit)
+        after_forward = smaller_mesh(mesh, chosen.num_shards) if chosen else mesh
+        parameters = self.unit.layout.local_parameters
+        dtype = next((p.dtype for p in parameters if p.requires_grad), None)
+        reduce = self._mp_policy.reduce_dtype
+        has_own = dtype is not None and reduce is not self._mp_policy.param_dtype
+        return [
+            ParamGroup(
+                mp_policy=self._mp_policy,
+                mesh_info=_info(mesh),
+                post_forward_mesh_info=_info(after_forward)
+                if self.unit.policy.reshard_after_forward
+                else None,
+                _orig_dtype=dtype,
+                _reduce_dtype=reduce if has_own else None,
+            )
+        ]
 
     @property
     def _fsdp_param_group(self) -> "ParamGroup | None":
@@ -76,46 +89,17 @@ class ParamGroup:
 
     Attributes:
         mp_policy: the user's mixed-precision policy.
+        mesh_info: the mesh that the parameters are sharded over.
+        post_forward_mesh_info: the mesh that they are resharded to after forward; ``None`` if they stay unsharded.
+        _orig_dtype: the dtype of the sharded parameters that require gradients.
+        _reduce_dtype: the dtype for gradient reduction; ``None`` if it is the dtype that gradients are computed in.
     """
 
-    _unit: Unit[PerParameterLayout]
     mp_policy: MixedPrecisionPolicy
-    _reshard_to: bool | int | None
-
-    @property
-    def mesh_info(self) -> fsdp_common.FSDPMeshInfo:
-        """The mesh that the parameters are sharded over."""
-        return _info(self._unit.layout.params[0].mesh)
-
-    @property
-    def post_forward_mesh_info(self) -> fsdp_common.FSDPMeshInfo | None:
-        """The mesh that the parameters are resharded to after forward; ``None`` if they stay unsharded."""
-        policy = self._unit.policy
-        mesh = self.mesh_info.mesh
-        if not policy.reshard_after_forward:
-            return None
-        return _info(
-            smaller_mesh(mesh, int(self._reshard_to or 0))
-            if mesh_after_forward(self._unit)
-            else mesh
-        )
-
-    @property
-    def _orig_dtype(self) -> torch.dtype | None:
-        """The dtype of the sharded parameters that require gradients."""
-        return next(
-            (p.dtype for p in self._unit.layout.local_parameters if p.requires_grad),
-            None,
-        )
-
-    @property
-    def _reduce_dtype(self) -> torch.dtype | None:
-        """The dtype for gradient reduction; ``None`` if it is the dtype that gradients are computed in."""
-        reduce = self.mp_policy.reduce_dtype
-        is_trained = any(p.requires_grad for p in self._unit.layout.local_parameters)
-        return (
-            reduce if is_trained and reduce is not self.mp_policy.param_dtype else None
-        )
+    mesh_info: fsdp_common.FSDPMeshInfo
+    post_forward_mesh_info: fsdp_common.FSDPMeshInfo | None
+    _orig_dtype: torch.dtype | None
+    _reduce_dtype: torch.dtype | None
 
 
 def _info(mesh: DeviceMesh) -> fsdp_common.FSDPMeshInfo:

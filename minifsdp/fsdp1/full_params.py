@@ -123,14 +123,13 @@ def _one(
     if offload_to_cpu and is_sharded:
         flat = outside_inference_mode(flat.cpu)()
     gradients = None if gradients_of is None else gradients_of(unit)
-    is_registered = layout.mesh.is_first or not rank0_only
     # With `rank0_only`, a forward raises an error on the other ranks, because they have no unsharded parameters.
     unit.phase = Phase.SUMMONED
     ownership.summoned.add(layout)
     try:
         with (
             _full_params(unit, flat, gradients, writeback or not is_sharded)
-            if is_registered
+            if layout.mesh.is_first or not rank0_only
             else nullcontext()
         ):
             yield
@@ -232,10 +231,8 @@ def copy_replaced(
 ) -> None:
     """Copies values that have other memory into the views of the flat tensor."""
     for view, value in zip(views, values, strict=True):
-        if value is None:
-            continue
         target = local_tensor(view)
-        source = local_tensor(value)
+        source = target if value is None else local_tensor(value)
         # A transposed view has the same address.
         if target.data_ptr() != source.data_ptr() or target.stride() != source.stride():
             target.copy_(source.contiguous())
@@ -252,9 +249,8 @@ def all_gather_unit(unit: FlatUnit, shard: torch.Tensor | None = None) -> torch.
         shard: another tensor of the shard's size to all-gather; ``None`` for the shard.
     """
     layout = unit.layout
-    group = unit.layout.mesh.shard
-    if shard is None:
-        shard = layout.local_values().data
+    group = layout.mesh.shard
+    shard = layout.local_values().data if shard is None else shard
     if group is None:
         return shard
     flat = torch.empty(

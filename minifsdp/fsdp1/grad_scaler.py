@@ -14,8 +14,6 @@ class now does itself.
 Spec: MP-29.
 """
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
@@ -66,14 +64,10 @@ class ShardedGradScaler(GradScaler):
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
         flag = found_inf
-        gradients = [
-            parameter.grad
+        if any(
+            parameter.grad is not None and parameter.grad.device.type == "cpu"
             for group in optimizer.param_groups
             for parameter in group["params"]
-        ]
-        if any(
-            gradient is not None and gradient.device.type == "cpu"
-            for gradient in gradients
         ):
             # The base class would copy both to the CPU asynchronously and use them before the copies have finished.
             inv_scale = inv_scale.cpu()
@@ -82,18 +76,9 @@ class ShardedGradScaler(GradScaler):
         flags: dict[torch.device, torch.Tensor] = super()._unscale_grads_(
             optimizer, inv_scale, flag, True
         )
-        return self._agreed(flags, found_inf)
-
-    def _agreed(
-        self, flags: dict[torch.device, torch.Tensor], found_inf: torch.Tensor
-    ) -> dict[torch.device, Any]:
-        """The maximum of all ranks' flags, on each device of this rank. Without gradients, a rank's flag is 0."""
-        local_flags = [flag.to(found_inf.device) for flag in flags.values()] or [
-            found_inf
-        ]
-        any_inf = torch.stack(local_flags).amax(dim=0)
-        group = Group.of(self.process_group or default_group())
-        call(dist.all_reduce, group, any_inf, dist.ReduceOp.MAX)
-        return {device: any_inf.to(device) for device in flags} or {
-            any_inf.device: any_inf
-        }
+        # Without gradients, the flag of this rank is 0.
+        local_flags = [one.to(found_inf.device) for one in flags.values()]
+        any_inf = torch.stack(local_flags or [found_inf]).amax(dim=0)
+        ranks = Group.of(self.process_group or default_group())
+        call(dist.all_reduce, ranks, any_inf, dist.ReduceOp.MAX)
+        return {device: any_inf.to(device) for device in flags or [any_inf.device]}

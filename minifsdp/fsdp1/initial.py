@@ -21,7 +21,6 @@ Spec: DEV-03 to DEV-06, META-01 to META-11, SYNC-01 to SYNC-05.
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -40,12 +39,11 @@ Modules = Sequence[tuple[str, nn.Module]]
 
 def _own_tensors(module: nn.Module, ignored: set[nn.Parameter]) -> list[torch.Tensor]:
     """The parameters that are not ignored and not in a unit that was created earlier, and the buffers."""
-    named = [
-        (name, p)
+    parameters = (
+        p
         for name, p in module.named_parameters(recurse=False)
-        if p not in ignored
-    ]
-    parameters = [p for name, p in named if not is_flattened(module, name)]
+        if p not in ignored and not is_flattened(module, name)
+    )
     return [*parameters, *module.buffers(recurse=False)]
 
 
@@ -85,17 +83,23 @@ def materialize(
     if not on_meta:
         return
     owners = {module for _, module in on_meta}
-    for path, module in _by_level(modules):
+    # By level, as torch initializes them, so that equal seeds give equal values.
+    paths = {module: path for path, module in modules}
+    by_level = [modules[0][1]]
+    for module in by_level:
+        by_level += [
+            child
+            for child in module.children()
+            if child in paths and child not in by_level
+        ]
+    for module in by_level:
         # `param_init_fn` can initialize the tensors of a container, which owns none.
-        is_container = (
-            next(
-                chain(module.parameters(recurse=False), module.buffers(recurse=False)),
-                None,
-            )
-            is None
-        )
+        is_container = not [
+            *module.parameters(recurse=False),
+            *module.buffers(recurse=False),
+        ]
         if module in owners or (is_container and param_init_fn is not None):
-            _initialize(path, module, param_init_fn, device, ignored)
+            _initialize(paths[module], module, param_init_fn, device, ignored)
     for path, module in on_meta:
         tensors = [
             *module.named_parameters(recurse=False),
@@ -112,18 +116,6 @@ def materialize(
             )
 
 
-def _by_level(modules: Modules) -> Modules:
-    """The modules in the order in which torch initializes them, so that equal seeds give equal values."""
-    left = {module: path for path, module in modules}
-    root = modules[0][1]
-    ordered = [(left.pop(root), root)]
-    for _, module in ordered:
-        ordered += [
-            (left.pop(child), child) for child in module.children() if child in left
-        ]
-    return ordered
-
-
 def _initialize(
     path: str,
     module: nn.Module,
@@ -131,36 +123,37 @@ def _initialize(
     device: torch.device,
     ignored: set[nn.Parameter],
 ) -> None:
-    before = _parameters_on_meta(module)
-    for owner, name, parameter in before:
+    # An initialization may be recursive.
+    on_meta = [
+        (owner, name, parameter)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None and parameter.is_meta
+    ]
+    for owner, name, parameter in on_meta:
         # Allocation replaces a parameter object, so a parameter that another module shares may already have a new
         # object.
         if hasattr(parameter, "_materialized"):
             setattr(owner, name, parameter._materialized)
-    is_owner = any(owner is module for owner, _, _ in before)
+    is_owner = any(owner is module for owner, _, _ in on_meta)
     if is_owner and not any(t.is_meta for t in _own_tensors(module, ignored)):
         return
     if param_init_fn is not None:
         param_init_fn(module)
+    elif not any(t.is_meta for t in _own_tensors(module, set())):
+        torchdistx.materialize(module)
     else:
-        _reset(path, module, device)
-    for owner, name, parameter in before:
+        reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
+        if reset is None:
+            raise RuntimeError(
+                message("no-reset-parameters", path=path, type=type(module).__name__)
+            )
+        module.to_empty(device=device, recurse=False)
+        with torch.no_grad():
+            reset()
+    for owner, name, parameter in on_meta:
         if owner._parameters[name] is not parameter:
             parameter._materialized = owner._parameters[name]  # type: ignore[attr-defined]
-
-
-def _parameters_on_meta(module: nn.Module) -> list[tuple[nn.Module, str, nn.Parameter]]:
-    """The parameters inside ``module`` that have no memory, with their places. An initialization may be recursive."""
-    named = [
-        (owner, *item)
-        for owner in module.modules()
-        for item in owner._parameters.items()
-    ]
-    return [
-        (owner, name, parameter)
-        for owner, name, parameter in named
-        if parameter is not None and parameter.is_meta
-    ]
 
 
 def current(parameters: set[nn.Parameter]) -> set[nn.Parameter]:
@@ -170,61 +163,45 @@ def current(parameters: set[nn.Parameter]) -> set[nn.Parameter]:
     }
 
 
-def _reset(path: str, module: nn.Module, device: torch.device) -> None:
-    if not any(t.is_meta for t in _own_tensors(module, set())):
-        torchdistx.materialize(module)
-        return
-    reset: Callable[[], None] | None = getattr(module, "reset_parameters", None)
-    if reset is None:
-        raise RuntimeError(
-            message("no-reset-parameters", path=path, type=type(module).__name__)
-        )
-    module.to_empty(device=device, recurse=False)
-    with torch.no_grad():
-        reset()
-
-
 def move_modules(
-    modules: Modules, device: torch.device, ignored: set[nn.Parameter]
+    modules: Modules,
+    device: torch.device,
+    ignored: set[nn.Parameter],
+    *,
+    has_device_id: bool,
+    sends: bool,
 ) -> None:
-    """2. Moves the parameters and buffers of the unit's modules in place. Parameters stay the same objects."""
-    for tensor in _tensors_of(modules, ignored):
+    """2. Moves the parameters and buffers of the unit's modules in place. Parameters stay the same objects.
+
+    Without ``device_id``, only buffers move: the unit is sharded on its modules' device (DEV-03, SYNC-04).
+
+    Args:
+        modules: the unit's modules with their paths.
+        device: the compute device.
+        ignored: parameters to ignore.
+        has_device_id: whether the user passed ``device_id``.
+        sends: whether rank 0 broadcasts its values. The accelerator's backend cannot send CPU tensors.
+
+    Raises:
+        ValueError: if ``sends`` is set and a tensor stays on the CPU, but the compute device is an accelerator.
+    """
+    tensors = _tensors_of(modules, ignored)
+    if not has_device_id:
+        on_cpu = [tensor for tensor in tensors if tensor.device.type == "cpu"]
+        if device.type == "cpu" or not on_cpu:
+            return
+        where = f"the module is on the CPU and {device} computes"
+        if sends:
+            raise ValueError(message("sync-on-cpu", where=where))
+        warn(message("slow-on-cpu", where=where))
+        tensors = [one for one in on_cpu if not isinstance(one, nn.Parameter)]
+    for tensor in tensors:
         _move(tensor, device)
 
 
 def _move(tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.device != device:
         tensor.data = tensor.data.to(device)
-
-
-def shard_in_place(
-    modules: Modules, device: torch.device, ignored: set[nn.Parameter], *, sends: bool
-) -> None:
-    """2. Without ``device_id``: moves only buffers; the unit is sharded on its modules' device (DEV-03, SYNC-04).
-
-    Args:
-        modules: the unit's modules with their paths.
-        device: the compute device.
-        ignored: parameters to ignore.
-        sends: whether rank 0 broadcasts its values. The accelerator's backend cannot send CPU tensors.
-
-    Raises:
-        ValueError: if ``sends`` is set and a tensor is on the CPU, but the compute device is an accelerator.
-    """
-    left = [
-        tensor
-        for tensor in _tensors_of(modules, ignored)
-        if tensor.device.type == "cpu"
-    ]
-    if device.type == "cpu" or not left:
-        return
-    where = f"the module is on the CPU and {device} computes"
-    if sends:
-        raise ValueError(message("sync-on-cpu", where=where))
-    warn(message("slow-on-cpu", where=where))
-    for tensor in left:
-        if not isinstance(tensor, nn.Parameter):
-            _move(tensor, device)
 
 
 def synchronize(
@@ -240,31 +217,23 @@ def synchronize(
         if not getattr(one, "_is_synchronized", False)
     ]
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-        _broadcast(
-            [local_tensor(t.detach()) for t in tensors if t.dtype is dtype],
-            mesh,
-            unit_name,
-        )
+        same = [local_tensor(t.detach()) for t in tensors if t.dtype is dtype]
+        flat = torch.cat([tensor.reshape(-1) for tensor in same])
+        # Broadcast first over the replicate group, then over each shard group, so all values come from the first rank.
+        for group in (mesh.replicate, mesh.shard):
+            if group is not None:
+                if events.recorder is not None:
+                    events.recorder.begin(
+                        "BCAST",
+                        unit_name,
+                        num_bytes=flat.nbytes,
+                        ranks=group.ranks,
+                        dtype=dtype,
+                    )
+                broadcast(group, flat)
+        sizes = [tensor.numel() for tensor in same]
+        for tensor, values in zip(same, flat.split(sizes), strict=True):
+            tensor.copy_(values.view_as(tensor))
     for tensor in tensors:
         if not isinstance(tensor, nn.Parameter):
             tensor._is_synchronized = True  # type: ignore[attr-defined]
-
-
-def _broadcast(tensors: list[torch.Tensor], mesh: MeshGroups, unit_name: str) -> None:
-    flat = torch.cat([t.reshape(-1) for t in tensors])
-    # Broadcast first over the replicate group, then over each shard group, so all values come from the first rank.
-    for group in (mesh.replicate, mesh.shard):
-        if group is not None:
-            if events.recorder is not None:
-                events.recorder.begin(
-                    "BCAST",
-                    unit_name,
-                    num_bytes=flat.nbytes,
-                    ranks=group.ranks,
-                    dtype=flat.dtype,
-                )
-            broadcast(group, flat)
-    for tensor, values in zip(
-        tensors, flat.split([t.numel() for t in tensors]), strict=True
-    ):
-        tensor.copy_(values.view_as(tensor))

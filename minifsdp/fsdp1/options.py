@@ -77,6 +77,6 @@ class CPUOffload:
     offload_params: bool = False
 
 
-GroupPair = tuple[dist.ProcessGroup, dist.ProcessGroup]
-ProcessGroups = dist.ProcessGroup | GroupPair
-ProcessGroupType = ProcessGroups | None
+ProcessGroupType = (
+    dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
+)

@@ -1,4 +1,4 @@
-"""The wrapper module of ``FullyShardedDataParallel``: its construction, its forward and its root state.
+"""The wrapper module of ``FullyShardedDataParallel``: its unit, its forward, its root state, and its names.
 
 ::
 
@@ -19,54 +19,55 @@ Worked example: ``root(block0, block1)`` with all three wrapped. Each wrapper ha
 creates one root state of three units and stores it in all three wrappers. If ``block0(x)`` ran alone before, it has a
 root state with one unit, which the new root state replaces. See ``engine/root.py``.
 
-``parameters()`` returns one flat parameter for each unit instead of the original parameters. Classes that are derived
-from `Wrapper` add methods: ``names.py``, ``training.py`` and ``compat/wrapper_names.py``. The class
-``FullyShardedDataParallel`` in ``fully_sharded_data_parallel.py`` joins them and adds the methods for state dicts.
+``parameters()`` returns one flat parameter for each unit instead of the original parameters. Names contain the
+wrappers' prefixes, as in torch. Inside ``summon_full_params``, they are the names of the unwrapped model. The weight of
+``FSDP(Sequential(FSDP(Linear(2, 2))))`` is named ``_fsdp_wrapped_module.0._fsdp_wrapped_module.weight``, and inside
+``summon_full_params`` it is named ``0.weight``. A wrapper also looks up attributes and items in the wrapped module:
+``model.layer``, ``model[0]`` and ``model.vocab_size``.
+
+Classes that are derived from `Wrapper` add methods: ``training.py`` and ``compat/wrapper_names.py``. The class
+``FullyShardedDataParallel`` in ``fully_sharded_data_parallel.py`` joins them. It adds the constructor, which stores the
+options and calls `Wrapper._shard`, and the methods for state dicts.
 
 *In torch:* ``fully_sharded_data_parallel.py``, 2167 lines, 140 of them in the constructor and ``forward``. Instead of
 the attributes above, a class ``_FSDPState`` has about thirty attributes, which free functions set.
 
-Spec: CTOR, SHARD, HYB, FWD, NAMES-01, NAMES-06.
+Spec: CTOR, SHARD, HYB, FWD, NAMES-01 to NAMES-03, NAMES-06, NAMES-08, NAMES-09, PROG-100.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from minifsdp.cases import full_precision_evaluation
+from minifsdp.cases import (
+    buffer_dtypes,
+    compiled_models,
+    full_precision_evaluation,
+    kept_views,
+    second_places,
+    sparse_gradients,
+)
 from minifsdp.cases.all_cases import CASES
-from minifsdp.cases.buffer_dtypes import cast_buffers
-from minifsdp.cases.compiled_models import warn_if_compiled
 from minifsdp.cases.optimizer_steps import optimizer_steps
-from minifsdp.cases.second_places import find_second_places
-from minifsdp.cases.sparse_gradients import use_dense_gradients
-from minifsdp.checks import ownership
+from minifsdp.checks import arguments, ownership
 from minifsdp.engine.events import events
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_params import is_flattened
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.lifetime import outside_inference_mode
-from minifsdp.engine.messages import message
+from minifsdp.engine.messages import message, warn_renamed
 from minifsdp.engine.precision import Precision, cast_floating, move
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import RootState
-from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.engine.unit import Phase, Unit, UnitPolicy, modules_of_unit
-from minifsdp.fsdp1 import build, initial, wrap
+from minifsdp.fsdp1 import build, initial
 from minifsdp.fsdp1.forward_order import ForwardOrder
 from minifsdp.fsdp1.full_params import leave_forward
-from minifsdp.fsdp1.ignored import find_ignored
-from minifsdp.fsdp1.options import (
-    CPUOffload,
-    MixedPrecision,
-    ProcessGroupType,
-    ShardingStrategy,
-)
 
 WRAPPED = "_fsdp_wrapped_module"
 PREFIX = WRAPPED + "."
@@ -92,16 +93,7 @@ def units_in(module: nn.Module) -> list[build.FlatUnit]:
 
 
 class Wrapper(nn.Module):
-    """A module whose parameters are sharded: the base class of `minifsdp.FullyShardedDataParallel`.
-
-    Every rank of the group must construct it, with modules of the same structure and in the same order.
-
-    Args:
-        module: the module to wrap.
-        inner_class: the class that an auto-wrap policy wraps inner modules with.
-
-    `minifsdp.FullyShardedDataParallel` documents the other arguments.
-    """
+    """A module whose parameters are sharded: the base class of `minifsdp.FullyShardedDataParallel`."""
 
     _root_state: RootState | None = None
     _comm_hook: Callable[..., Any] | None = None
@@ -110,141 +102,74 @@ class Wrapper(nn.Module):
     # Whether the strategy reshards the unit after forward, unless this wrapper is the root.
     _reshards = False
 
-    def __init__(
+    # --- construction ---
+
+    def _shard(
         self,
         module: nn.Module,
-        inner_class: type[Wrapper],
-        *,
-        process_group: ProcessGroupType,
-        sharding_strategy: ShardingStrategy | None,
-        cpu_offload: CPUOffload | None,
-        auto_wrap_policy: Any,
-        backward_prefetch: BackwardPrefetch | None,
-        mixed_precision: MixedPrecision | None,
-        ignored_modules: Iterable[nn.Module] | None,
-        param_init_fn: Callable[[nn.Module], None] | None,
-        device_id: int | torch.device | None,
-        sync_module_states: bool,
-        forward_prefetch: bool,
-        limit_all_gathers: bool,
-        use_orig_params: bool,
-        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None,
-        device_mesh: Any,
+        ignored_params: set[nn.Parameter],
+        param_init_fn: Any,
+        **options: bool,
     ) -> None:
-        build.check_arguments(module, sharding_strategy, auto_wrap_policy)
-        super().__init__()
-        ignored = find_ignored(module, ignored_modules, ignored_states, is_wrapper)
-        self._ignored_modules, self._ignored_params = ignored
-        self.compute_device = build.compute_device(
-            module, device_id, self._ignored_params
-        )
-        ownership.check_one_api(module, "FullyShardedDataParallel")
-        strategy = sharding_strategy or ShardingStrategy.FULL_SHARD
-        given = (
-            process_group
-            if device_mesh is None
-            else build.groups_of_mesh(process_group, device_mesh, strategy)
-        )
-        has_policy = auto_wrap_policy is not None
-        self._mesh, groups = build.choose_mesh(
-            given, strategy, self.compute_device, has_policy=has_policy
-        )
-        # With a hybrid strategy, this is the shard group.
-        self.process_group = groups[0] if isinstance(groups, tuple) else groups
-        self.rank = self.process_group.rank()
-        self.world_size = self.process_group.size()
-        self._device_mesh = device_mesh
-        self.sharding_strategy = build.strategy_on(self._mesh, strategy)
-        self.cpu_offload = cpu_offload or CPUOffload()
-        self.backward_prefetch = backward_prefetch
-        self.forward_prefetch = forward_prefetch
+        """Shards the parameters of ``module`` that no inner wrapper manages. The attributes have the user's options.
+
+        `_initialize` has the same arguments.
+        """
         self._forward_order: ForwardOrder | None = None
-        self.limit_all_gathers = limit_all_gathers
-        self.mixed_precision = mixed_precision or MixedPrecision()
-        self._use_orig_params = use_orig_params
         self._full_precision_in_eval = full_precision_evaluation.is_on()
         self._buffer_dtypes: dict[tuple[nn.Module, str], torch.dtype] = {}
         # Values in state dicts that use the memory of a buffer or an ignored parameter.
         self._shared_values: list[weakref.ref[torch.Tensor]] = []
-        if has_policy:
-            options = {
-                "process_group": groups if device_mesh is None else None,
-                "device_mesh": device_mesh,
-                # With ignored modules, pass modules, because an inner unit must ignore their buffers too.
-                "ignored_modules": self._ignored_modules or None,
-                "ignored_states": None
-                if self._ignored_modules
-                else self._ignored_params,
-                "sharding_strategy": sharding_strategy,
-                "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
-                "mixed_precision": mixed_precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "forward_prefetch": forward_prefetch,
-                "limit_all_gathers": limit_all_gathers,
-                "use_orig_params": use_orig_params,
-            }
-            wrap.auto_wrap(module, auto_wrap_policy, inner_class, options, *ignored)
         for wrapper in Wrapper.fsdp_modules(module):
             wrapper._is_inner = True
         self.add_module(WRAPPED, module)
         modules = self._own_modules()
-        self._initialize(
-            modules,
-            param_init_fn,
-            moves=device_id is not None,
-            synchronizes=sync_module_states,
-        )
+        self._initialize(modules, ignored_params, param_init_fn, **options)
         self._unit = self._make_unit(module, modules)
         events.sharded([("", self), *modules_of_unit([module], is_wrapper)])
-
-    def _own_modules(self) -> list[tuple[str, nn.Module]]:
-        """The modules whose own parameters and buffers this wrapper manages, with their paths."""
-        inside = modules_of_unit([self.module], is_wrapper)
-        return [
-            (path, module)
-            for path, module in inside
-            if module not in self._ignored_modules
-        ]
 
     def _initialize(
         self,
         modules: list[tuple[str, nn.Module]],
+        ignored_params: set[nn.Parameter],
         param_init_fn: Any,
         *,
-        moves: bool,
+        has_device_id: bool,
         synchronizes: bool,
     ) -> None:
         """Materializes this unit's initial values, moves them to the device and, if requested, broadcasts them."""
         device = self.compute_device
-        initial.materialize(modules, param_init_fn, device, self._ignored_params)
-        self._ignored_params = initial.current(self._ignored_params)
-        if moves:
-            initial.move_modules(modules, device, self._ignored_params)
-        else:
-            initial.shard_in_place(
-                modules, device, self._ignored_params, sends=synchronizes
-            )
+        initial.materialize(modules, param_init_fn, device, ignored_params)
+        ignored = self._ignored_params = initial.current(ignored_params)
+        initial.move_modules(
+            modules, device, ignored, has_device_id=has_device_id, sends=synchronizes
+        )
         if synchronizes:
-            initial.synchronize(
-                modules, self._mesh, self._ignored_params, type(self.module).__name__
-            )
+            unit_name = type(self.module).__name__
+            initial.synchronize(modules, self._mesh, ignored, unit_name)
+
+    def _own_modules(self) -> list[tuple[str, nn.Module]]:
+        """The modules whose own parameters and buffers this wrapper manages, with their paths."""
+        return [
+            (path, module)
+            for path, module in modules_of_unit([self.module], is_wrapper)
+            if module not in self._ignored_modules
+        ]
 
     def _make_unit(
         self, module: nn.Module, modules: list[tuple[str, nn.Module]]
     ) -> build.FlatUnit | None:
         """Creates the unit of the parameters that no inner wrapper manages. Returns ``None`` if there are none."""
         parameters = owned_parameters(modules, self._ignored_params, is_flattened)
-        find_second_places(modules, parameters)
+        second_places.find_second_places(modules, parameters)
         if not parameters:
             return None
         ownership.check_free(parameters)
-        use_dense_gradients(parameters)
-        chosen = self.mixed_precision
+        sparse_gradients.use_dense_gradients(parameters)
         precision = Precision(
-            chosen.param_dtype, chosen.reduce_dtype, chosen.keep_low_precision_grads
+            self.mixed_precision.param_dtype,
+            self.mixed_precision.reduce_dtype,
+            self.mixed_precision.keep_low_precision_grads,
         )
         is_sharded = self._mesh.shard is not None
         reshards = self.sharding_strategy in build.RESHARDS_AFTER_FORWARD
@@ -278,10 +203,84 @@ class Wrapper(nn.Module):
         return self._modules[WRAPPED]  # type: ignore[return-value]
 
     @staticmethod
-    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Wrapper]:
-        """All wrappers in ``module``, including ``module`` itself; ``root_only`` skips inner wrappers."""
-        found = [m for m in module.modules() if isinstance(m, Wrapper)]
-        return [m for m in found if not m._is_inner] if root_only else found
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[Any]:
+        """All wrappers in ``module``, including ``module`` itself; ``root_only`` skips inner wrappers (NAMES-06)."""
+        arguments.require(arguments.MODULE, "fsdp_modules", module=module)
+        return [
+            one
+            for one in module.modules()
+            if isinstance(one, Wrapper) and not (root_only and one._is_inner)
+        ]
+
+    # --- names, attributes and items ---
+
+    def check_is_root(self) -> bool:
+        """Whether no other wrapper contains this one (CTOR-10). Nothing is communicated."""
+        return not self._is_inner
+
+    @property
+    def params_with_grad(self) -> list[nn.Parameter]:
+        """All parameters that have a gradient. This is a deprecated name from torch 1.13 (NAMES-09)."""
+        warn_renamed(
+            "params_with_grad", "[p for p in model.parameters() if p.grad is not None]"
+        )
+        return [
+            parameter for parameter in self.parameters() if parameter.grad is not None
+        ]
+
+    def named_parameters(
+        self, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-02)."""
+        self._recover_after_error()
+        found = super().named_parameters(*args, **kwargs)
+        return (
+            (self._shown(name), kept_views.kept_view(value)) for name, value in found
+        )
+
+    def named_buffers(
+        self, *args: Any, **kwargs: Any
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Same as ``nn.Module``, but without wrapper prefixes inside ``summon_full_params`` (NAMES-03)."""
+        return (
+            (self._shown(name), value)
+            for name, value in super().named_buffers(*args, **kwargs)
+        )
+
+    def _shown(self, name: str) -> str:
+        return name.replace(PREFIX, "") if self._shows_clean_names else name
+
+    def __getattr__(self, name: str) -> Any:
+        """Looks up an attribute in the wrapped module if the wrapper does not have it (NAMES-08)."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == WRAPPED:
+                raise
+            return getattr(self.module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets an attribute. Rejects a tensor or module under a name of the wrapped module, which would not use it."""
+        is_new = (
+            WRAPPED in self._modules
+            and name not in self._modules
+            and name not in self.__dict__
+        )
+        kinds = (torch.Tensor, nn.Module)
+        # The forward may read a tensor or a module of this name. Other values can belong to the program.
+        if (
+            is_new
+            and isinstance(value, kinds)
+            and isinstance(getattr(self.module, name, None), kinds)
+        ):
+            raise AttributeError(
+                message("set-on-wrapper", name=name, type=type(self.module).__name__)
+            )
+        super().__setattr__(name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        """Indexes the wrapped module (NAMES-08)."""
+        return self.module[key]  # type: ignore[index]
 
     # --- the algorithm ---
 
@@ -340,8 +339,7 @@ class Wrapper(nn.Module):
             chosen.cast_root_forward_inputs
             if self._is_outermost
             else chosen.cast_forward_inputs
-        )
-        casts = casts and (self.module.training or not self._full_precision_in_eval)
+        ) and (self.module.training or not self._full_precision_in_eval)
         if unit is not None and unit.layout.is_summoned:
             # The full parameters have the stored dtype, and they may be on the CPU.
             first = unit.layout.parameters[0]
@@ -398,7 +396,7 @@ class Wrapper(nn.Module):
         for _, wrapper in wrappers:
             if wrapper._root_state is not None and not wrapper._root_state.is_dissolved:
                 wrapper._root_state.dissolve()
-        warn_if_compiled(self._use_orig_params)
+        compiled_models.warn_if_compiled(self._use_orig_params)
         root_state = RootState(
             [
                 (name, wrapper._unit)
@@ -423,7 +421,7 @@ class Wrapper(nn.Module):
                     reshard_after_forward=wrapper._reshards and not is_kept,
                     prefetch_in_forward=None,
                 )
-            cast_buffers(wrapper)
+            buffer_dtypes.cast_buffers(wrapper)
         return root_state
 
     @outside_inference_mode

@@ -22,7 +22,7 @@ from minifsdp.engine.precision import Precision, move
 from minifsdp.engine.reduce import reads_gradient
 from minifsdp.engine.sharded_param import Options
 from minifsdp.engine.shards import shard_of
-from minifsdp.fsdp1.training_aids import clip_gradients
+from minifsdp.fsdp1.training import clip_gradients
 from spec_tests.engine.buckets import OneBucket, param
 from spec_tests.engine.small import draw, shard_each, units_of
 from spec_tests.engine.stand_in import StandIn, machine

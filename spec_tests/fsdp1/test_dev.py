@@ -41,7 +41,7 @@ def test_model_on_cpu_without_device_id_moves_only_buffers(moved: Any) -> None:
     # PyTorch 1.13 moved the model to the accelerator to shard it, and then back.
     model, modules = two_modules()
     with pytest.warns(UserWarning, match=r"rank 0: .*on the CPU.*cuda:1.*device_id"):
-        initial.shard_in_place(modules, ACCELERATOR, set(), sends=False)
+        initial.move_modules(modules, ACCELERATOR, set(), has_device_id=False, sends=False)
     # A shard moves after the parameter is sharded. Buffers are not sharded, so they must move now.
     assert [(id(tensor), device) for tensor, device in moved] == [(id(b), ACCELERATOR) for b in model.buffers()]
     assert len(moved) == 3
@@ -54,7 +54,7 @@ def test_units_repeat_the_same_warning_text(moved: Any) -> None:
     said = set()
     for _ in range(2):
         with caught_warnings() as caught:
-            initial.shard_in_place(two_modules()[1], ACCELERATOR, set(), sends=False)
+            initial.move_modules(two_modules()[1], ACCELERATOR, set(), has_device_id=False, sends=False)
         said |= {str(warning.message) for warning in caught}
     assert len(said) == 1
 
@@ -76,7 +76,9 @@ def test_module_on_compute_device_gives_no_warning(place: str, sends: bool) -> N
         modules = modules[:2]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        initial.shard_in_place(modules, device, ignored if place == "nothing left" else set(), sends=sends)
+        initial.move_modules(
+            modules, device, ignored if place == "nothing left" else set(), has_device_id=False, sends=sends
+        )
 
 
 @pytest.mark.spec("SYNC-04")
@@ -84,7 +86,7 @@ def test_module_on_compute_device_gives_no_warning(place: str, sends: bool) -> N
 def test_values_on_the_cpu_cannot_be_sent_between_accelerators(moved: Any) -> None:
     _, modules = two_modules()
     with pytest.raises(ValueError, match=r"rank 0: .*cuda:1.*sync_module_states.*device_id"):
-        initial.shard_in_place(modules, ACCELERATOR, set(), sends=True)
+        initial.move_modules(modules, ACCELERATOR, set(), has_device_id=False, sends=True)
     assert moved == []
 
 

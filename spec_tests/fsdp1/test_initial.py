@@ -151,10 +151,10 @@ def test_units_are_moved_and_sharded_one_by_one_from_inner_to_outer() -> None:
     calls: list[tuple[list[str], int]] = []
     paths = {module: path for path, module in model.named_modules()}
 
-    def noting(modules: Any, device: torch.device, ignored: Any) -> None:
+    def noting(modules: Any, *args: Any, **kwargs: Any) -> None:
         owners = [paths[module] for _, module in modules if module._parameters]
         calls.append((owners, len(FSDP.fsdp_modules(model))))
-        original(modules, device, ignored)
+        original(modules, *args, **kwargs)
 
     original = initial.move_modules
     with mock.patch.object(initial, "move_modules", noting):

@@ -24,8 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 import minifsdp.wrap
 from minifsdp.fsdp1.options import MixedPrecision
-from minifsdp.fsdp1.policies import require_policy
-from minifsdp.fsdp1.wrap import auto_wrap, choose
+from minifsdp.fsdp1.wrap import auto_wrap, choose, require_policy
 from minifsdp.wrap import default_auto_wrap_policy
 from spec_tests import subject
 from spec_tests.fsdp1.boxes import (

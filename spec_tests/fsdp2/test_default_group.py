@@ -108,4 +108,5 @@ def test_error_of_each_other_function_names_its_own_argument() -> None:
     with pytest.raises(RuntimeError, match=r"init_process_group\(\).*pass group="):
         token_scale(torch.ones(()))
     with pytest.raises(RuntimeError, match=r"init_process_group\(\).*process_group="):
-        ShardedGradScaler(device="cpu")._agreed({}, torch.zeros(()))
+        optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
+        ShardedGradScaler(device="cpu")._unscale_grads_(optimizer, torch.ones(()), torch.zeros(()), False)

@@ -57,7 +57,7 @@ MUTANTS = [
         "a-backward-ends-a-manual-iteration",
         "NEW-25",
         "A backward ends the iteration, although the program finalizes it.",
-        replace("Manual.backward_ends", "self._iteration.keep_open()", "self._iteration.end_iteration()"),
+        replace("Manual.backward_ends", "self.iteration.keep_open()", "self.iteration.end_iteration()"),
     ),
     Mutant(
         "end-of-backward-in-forward-reshards",

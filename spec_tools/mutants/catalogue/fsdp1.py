@@ -39,13 +39,19 @@ MUTANTS = [
         "pair-the-wrong-way-round",
         "HYB-02",
         "The pair of process groups is read as (replicate, shard).",
-        replace("choose_mesh", "MeshGroups.hybrid($first, $second)", "MeshGroups.hybrid($second, $first)"),
+        replace("choose_mesh", "*map(Group.of, $given)", "*map(Group.of, $given[::-1])"),
     ),
     Mutant(
         "given-group-is-forgotten",
         "CTOR-06",
         "A unit shards over the default group and ignores process_group.",
         replace("choose_mesh", "default_group() if $given is None else $given", "default_group()"),
+    ),
+    Mutant(
+        "children-of-ignored-modules-are-sharded",
+        "IGN-01",
+        "Only the ignored module's own parameters are ignored; those of its children are sharded.",
+        replace("find_ignored", "{$inner for $_, $inner in modules_of_unit($roots, $is_wrapper)}", "set($roots)"),
     ),
     # --- fsdp1/full_params.py ---
     Mutant(
@@ -65,21 +71,14 @@ MUTANTS = [
         "each-rank-decides-about-inf",
         "MP-29",
         "One rank skips an optimizer step that the other ranks take.",
-        remove("ShardedGradScaler._agreed", "call(dist.all_reduce, $group, $any_inf, dist.ReduceOp.MAX)"),
-    ),
-    # --- fsdp1/ignored.py ---
-    Mutant(
-        "children-of-ignored-modules-are-sharded",
-        "IGN-01",
-        "Only the ignored module's own parameters are ignored; those of its children are sharded.",
-        replace("find_ignored", "{$inner for $_, $inner in modules_of_unit($roots, $is_wrapper)}", "set($roots)"),
+        remove("ShardedGradScaler._unscale_grads_", "call(dist.all_reduce, $group, $any_inf, dist.ReduceOp.MAX)"),
     ),
     # --- fsdp1/initial.py ---
     Mutant(
         "replicas-are-not-synchronized",
         "SYNC-02",
         "Under a hybrid strategy only the first shard group receives rank 0's initial values.",
-        replace("_broadcast", "($mesh.replicate, $mesh.shard)", "($mesh.shard,)"),
+        replace("synchronize", "($mesh.replicate, $mesh.shard)", "($mesh.shard,)"),
     ),
     Mutant(
         "containers-are-not-initialized",
@@ -91,20 +90,48 @@ MUTANTS = [
         "to-empty-recurses",
         "META-04",
         "Allocating memory for a module overwrites the initialized values of its children.",
-        replace("_reset", "False", "True"),
+        replace("_initialize", "False", "True"),
     ),
-    # --- fsdp1/names.py ---
+    # --- fsdp1/training.py ---
     Mutant(
-        "clean-names-everywhere",
-        "NAMES-04",
-        "Parameter names lack the wrapper's prefix outside summon_full_params, too.",
+        "no-sync-leaves-its-setting",
+        "NOSYNC-06",
+        "The end of no_sync() does not restore the earlier setting.",
+        remove("TrainingMethods.no_sync", "for ($unit, $_), $policy in zip($units, $before, strict=True):\n    ..."),
+    ),
+    Mutant(
+        "hook-of-the-root-alone",
+        "HOOK-01 HOOK-04",
+        "A communication hook is called only for the root's gradients.",
         replace(
-            "NamedWrapper._shown",
-            "$name.replace(PREFIX, '') if self._shows_clean_names else $name",
-            "$name.replace(PREFIX, '')",
+            "TrainingMethods.register_comm_hook",
+            "$inner._unit is not None",
+            "$inner is self",
         ),
     ),
-    # --- fsdp1/policies.py ---
+    Mutant(
+        "ignored-gradients-do-not-count",
+        "CLIP-08",
+        "The norm omits gradients of ignored parameters.",
+        never("TrainingMethods.clip_grad_norm_", "$parameter not in $owned"),
+    ),
+    Mutant(
+        "norm-of-this-rank",
+        "CLIP-02",
+        "The norm covers only this rank's gradients.",
+        remove("_norm", "call(dist.all_reduce, $group, $power, $operation, about=$about)"),
+    ),
+    Mutant(
+        "replicated-gradients-count-for-each-rank",
+        "CLIP-08 HYB-09",
+        "The norm counts replicated gradients once for each replica.",
+        replace(
+            "gradient_parts",
+            "() if $mesh.shard is None else ($mesh.shard,)",
+            "tuple(group for group in ($mesh.shard, $mesh.replicate) if group is not None)",
+        ),
+    ),
+    # --- fsdp1/wrap.py ---
     Mutant(
         "size-policy-wraps-above-only",
         "WRAP-06",
@@ -133,52 +160,11 @@ MUTANTS = [
             "'nonwrapped_numel'",
         ),
     ),
-    # --- fsdp1/training.py ---
-    Mutant(
-        "no-sync-leaves-its-setting",
-        "NOSYNC-06",
-        "The end of no_sync() does not restore the earlier setting.",
-        remove("TrainingMethods.no_sync", "for $unit, $reduces, $reshards in $before:\n    ..."),
-    ),
-    Mutant(
-        "hook-of-the-root-alone",
-        "HOOK-01 HOOK-04",
-        "A communication hook is called only for the root's gradients.",
-        replace(
-            "TrainingMethods.register_comm_hook",
-            "$inner._unit is not None",
-            "$inner is self",
-        ),
-    ),
-    Mutant(
-        "ignored-gradients-do-not-count",
-        "CLIP-08",
-        "The norm omits gradients of ignored parameters.",
-        never("TrainingMethods.clip_grad_norm_", "$parameter not in $owned"),
-    ),
-    # --- fsdp1/training_aids.py ---
-    Mutant(
-        "norm-of-this-rank",
-        "CLIP-02",
-        "The norm covers only this rank's gradients.",
-        remove("_sum_over", "call(dist.all_reduce, $group, $power, $operation, about=$about)"),
-    ),
-    Mutant(
-        "replicated-gradients-count-for-each-rank",
-        "CLIP-08 HYB-09",
-        "The norm counts replicated gradients once for each replica.",
-        replace(
-            "gradient_parts",
-            "() if $mesh.shard is None else ($mesh.shard,)",
-            "tuple(group for group in ($mesh.shard, $mesh.replicate) if group is not None)",
-        ),
-    ),
-    # --- fsdp1/wrap.py ---
     Mutant(
         "wrapped-elements-count-again",
         "WRAP-03",
         "nonwrapped_numel counts parameters that an inner unit already manages.",
-        remove("_Search.visit", "self.taken.update($module.parameters())"),
+        remove("choose", "$taken.update($module.parameters())"),
     ),
     Mutant(
         "policy-may-split-ties",
@@ -194,13 +180,13 @@ MUTANTS = [
     ),
     # --- fsdp1/wrapper.py ---
     Mutant(
-        "inner-units-lose-the-strategy",
-        "WRAP-14",
-        "Units made by a policy all have the default strategy.",
+        "clean-names-everywhere",
+        "NAMES-04",
+        "Parameter names lack the wrapper's prefix outside summon_full_params, too.",
         replace(
-            "Wrapper.__init__",
-            "wrap.auto_wrap($module, $policy, $cls, $options, *$ignored)",
-            "wrap.auto_wrap($module, $policy, $cls, {**$options, 'sharding_strategy': None}, *$ignored)",
+            "Wrapper._shown",
+            "$name.replace(PREFIX, '') if self._shows_clean_names else $name",
+            "$name.replace(PREFIX, '')",
         ),
     ),
     Mutant(
@@ -251,6 +237,16 @@ MUTANTS = [
     ),
     # --- fully_sharded_data_parallel.py ---
     Mutant(
+        "inner-units-lose-the-strategy",
+        "WRAP-14",
+        "Units made by a policy all have the default strategy.",
+        replace(
+            "FullyShardedDataParallel.__init__",
+            "auto_wrap($module, $policy, $cls, $options, *$ignored)",
+            "auto_wrap($module, $policy, $cls, {**$options, 'sharding_strategy': None}, *$ignored)",
+        ),
+    ),
+    Mutant(
         "the-final-callback-does-nothing",
         "START-09",
         "Torch's final callback leaves units unsharded after a backward that has failed.",
@@ -294,7 +290,11 @@ MUTANTS = [
         "flattened-as-if-full",
         "OSD-FLAT-01",
         "flatten_sharded_optim_state_dict expects full tensors.",
-        replace("FullyShardedDataParallel.flatten_sharded_optim_state_dict", "SHARDED", "Form()"),
+        replace(
+            "FullyShardedDataParallel.flatten_sharded_optim_state_dict",
+            "Form(StateDictType.SHARDED_STATE_DICT)",
+            "Form()",
+        ),
     ),
     Mutant(
         "old-sharded-dict-is-full",
