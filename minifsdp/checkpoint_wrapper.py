@@ -15,7 +15,7 @@ from collections.abc import Callable
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import *
 
-from minifsdp.engine.messages import warn_renamed
+from minifsdp.checks.arguments import warn_renamed
 
 __all__ = [
     "CheckpointImpl",

@@ -14,6 +14,7 @@ from minifsdp.cases.changed_parameters import ChangedParameters
 from minifsdp.cases.graph_of_gradients import GraphOfGradients
 from minifsdp.cases.inner_backward import InnerBackward
 from minifsdp.cases.newest_node import NewestNode
+from minifsdp.cases.optimizer_steps import count_together
 from minifsdp.cases.parameter_settings import ParameterSettings
 from minifsdp.cases.replaced_parameters import ReplacedParameters
 from minifsdp.cases.requested_parameters import RequestedParameters
@@ -24,6 +25,7 @@ from minifsdp.engine.extension_points import Case
 
 CASES: tuple[Case, ...] = (
     # The functions at one point run in this order.
+    count_together,
     ReplacedParameters,
     ParameterSettings,
     WrittenWeights,

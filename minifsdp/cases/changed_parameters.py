@@ -20,17 +20,12 @@ After ``summon_full_params`` with ``writeback``, the backward uses the new value
 Spec: PROG-26.
 """
 
-from operator import attrgetter
-
 from minifsdp.engine.messages import message
 from minifsdp.engine.root import RootState
 from minifsdp.engine.sharded_param import VERSION
 from minifsdp.engine.unit import Unit
 
-Versions = tuple[list[int], list[int]]
-
-# The number of optimizer steps on the parameters of a unit.
-NUM_STEPS = attrgetter("layout.num_steps")
+Versions = tuple[int, list[int]]
 
 
 class ChangedParameters:
@@ -71,7 +66,8 @@ class ChangedParameters:
 
     def _current_versions(self) -> Versions:
         # The version of a parameter does not show every step, see ``optimizer_steps.py``.
-        return list(map(NUM_STEPS, self._units)), list(map(VERSION, self._parameters))
+        num_steps = self._units[0].layout.steps.count if self._units else 0
+        return num_steps, list(map(VERSION, self._parameters))
 
     def _compare(self) -> None:
         """Called at the beginning of a backward: finds the units that have changed since the forward."""
@@ -93,11 +89,7 @@ class ChangedParameters:
             for unit in self._units
             if not edited.isdisjoint(unit.layout.local_parameters)
         }
-        stepped = {
-            unit
-            for unit, number in zip(self._units, num_steps, strict=True)
-            if unit.layout.stepped_at > number
-        }
+        stepped = {unit for unit in self._units if unit.layout.stepped_at > num_steps}
         self._changed = changed - self._written | stepped
         # A backward without changes calls no function for each unit.
         self._checks.append(self._check)

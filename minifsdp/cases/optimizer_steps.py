@@ -37,7 +37,8 @@ import torch
 from torch.optim import optimizer as torch_optimizer
 
 from minifsdp.engine.events import events
-from minifsdp.engine.layout import Layout
+from minifsdp.engine.layout import Layout, Steps
+from minifsdp.engine.root import RootState
 
 
 class OptimizerSteps:
@@ -113,12 +114,13 @@ class OptimizerSteps:
             observer.gradients_ready(optimizer, layouts)
 
     def _count_step(self, optimizer: torch.optim.Optimizer) -> list[Layout]:
-        """Counts a step for each layout whose parameters ``optimizer`` holds. Returns these layouts."""
+        """Counts a step for each root whose parameters ``optimizer`` holds. Returns the layouts of these parameters."""
         layouts = self._layouts_of(optimizer)
+        for steps in {layout.steps for layout in layouts}:
+            steps.count += 1
         for layout in layouts:
-            layout.num_steps += 1
             if any(parameter.grad is not None for parameter in layout.local_parameters):
-                layout.stepped_at = layout.num_steps
+                layout.stepped_at = layout.steps.count
         return layouts
 
     def _layouts_of(self, optimizer: torch.optim.Optimizer) -> list[Layout]:
@@ -146,3 +148,12 @@ class OptimizerSteps:
 
 
 optimizer_steps = OptimizerSteps()
+
+
+def count_together(root_state: RootState) -> None:
+    """Makes all units of a root share the number of steps. It is the largest number that one of them had before."""
+    layouts = [unit.layout for unit in root_state.units]
+    steps = Steps()
+    steps.count = max((layout.steps.count for layout in layouts), default=0)
+    for layout in layouts:
+        layout.steps = steps

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifsdp.engine.messages import message
+from minifsdp.engine.messages import message, warn
 
 
 def is_only_called_in_parts(module: nn.Module) -> bool:
@@ -109,6 +109,11 @@ def _are_parameters(value: Any) -> bool:
     return isinstance(value, Collection) and all(
         isinstance(one, torch.Tensor) for one in value
     )
+
+
+def warn_renamed(old: str, new: str) -> None:
+    """Issues the warning for a renamed function or argument."""
+    warn(message("old-spelling", old=old, new=new), FutureWarning)
 
 
 def check_grad_dtype(parameter: torch.Tensor, path: str) -> None:

@@ -45,7 +45,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import count
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -63,9 +62,6 @@ from minifsdp.engine.messages import message, warn
 if TYPE_CHECKING:
     from minifsdp.engine.hooks import IterationState
     from minifsdp.engine.unit import Unit
-
-# The number of optimizer steps on the parameters of a unit.
-NUM_STEPS = attrgetter("layout.num_steps")
 
 
 class RankChecks:
@@ -140,7 +136,7 @@ class RankChecks:
     def backward_ends(self, iteration: IterationState) -> None:
         """Issues the question in each group that this backward used."""
         comm_streams = iteration.reducer.comm_streams
-        num_steps = sum(map(NUM_STEPS, iteration.units))
+        num_steps = iteration.units[0].layout.steps.count
         if (group := iteration.reducer.next_group) is not None:
             self._used.add(log.sequence_of(group))
         if not (groups := self._groups_to_ask()):

@@ -11,7 +11,8 @@ Spec: LEGACY-01 to LEGACY-05, NAMES-09.
 
 from typing import Any
 
-from minifsdp.engine.messages import message, warn_renamed
+from minifsdp.checks.arguments import warn_renamed
+from minifsdp.engine.messages import message
 
 
 def policy_by_either_name(policy: Any, old: Any) -> Any:

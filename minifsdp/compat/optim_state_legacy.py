@@ -36,8 +36,8 @@ from minifsdp.checkpoint import optim_state, optim_state_load
 from minifsdp.checkpoint.codec import NamedOptimizer, parameters_of, regrouped
 from minifsdp.checkpoint.state_dict_options import Form
 from minifsdp.checks import optimizer_states
-from minifsdp.checks.arguments import MODULE, OPTIMIZER, require
-from minifsdp.engine.messages import message, warn, warn_renamed
+from minifsdp.checks.arguments import MODULE, OPTIMIZER, require, warn_renamed
+from minifsdp.engine.messages import message, warn
 
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter]
 WRAPPER = "FullyShardedDataParallel"

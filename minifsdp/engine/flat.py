@@ -211,7 +211,7 @@ class FlatLayout(Layout):
             # Copied on the compute stream. The communication stream must wait for that.
             comm_streams.all_gather.wait_compute()
             self._is_written = False
-        self._last_all_gather = self.num_steps, self.registered.stamp()
+        self._last_all_gather = self.steps.count, self.registered.stamp()
         output = self.unsharded
         shard = self.registered.shard.data
         group = self.mesh.shard
@@ -243,7 +243,7 @@ class FlatLayout(Layout):
     def is_stale(self) -> bool:
         """Whether the shard has changed since the last all-gather. A copy without an all-gather is always stale."""
         return self.is_copied or self._last_all_gather != (
-            self.num_steps,
+            self.steps.count,
             self.registered.stamp(),
         )
 

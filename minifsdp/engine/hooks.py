@@ -346,6 +346,7 @@ class IterationState:
                 unit.phase = Phase.IDLE
             unit.layout.take_gradient(with_unreduced=False)
             unit.reshard()
+            unit.root.limiter.clear()
         self.schedule.end_iteration()
         self._forget_backward()
         self.leave_backward()

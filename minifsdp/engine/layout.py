@@ -170,6 +170,12 @@ def replaced_error(layout: Layout, info: ParamInfo) -> RuntimeError:
     return RuntimeError(message(entry, parameter=path, type=kind))
 
 
+class Steps:
+    """The number of optimizer steps on the parameters of one root's units."""
+
+    count = 0
+
+
 class Layout(Protocol):
     """How the parameters of one unit are stored. The only autograd state that a layout changes is its own leaf tensors.
 
@@ -191,8 +197,9 @@ class Layout(Protocol):
         is_borrowed: whether the unsharded parameters have no memory of their own.
         is_summoned: whether the modules have the parameters from ``summon_full_params``.
         shards_are_distributed: whether the optimizer's parameters are DTensors, which compute over all ranks.
-        num_steps: the number of optimizer steps on parameters of this layout.
-        stepped_at: the number of the last of these steps in which parameters had gradients.
+        steps: the number of optimizer steps, shared by all units of the root. So the ranks agree about it, even if an
+            optimizer of one rank holds no parameters of this layout.
+        stepped_at: the number of the last of these steps in which parameters of this layout had gradients.
     """
 
     name: str = ""
@@ -206,7 +213,7 @@ class Layout(Protocol):
     local_parameters: list[nn.Parameter]
     leaves: list[torch.Tensor]
     reduces_unused: bool = False
-    num_steps: int = 0
+    steps: Steps = Steps()
     stepped_at: int = 0
     is_borrowed: bool
     is_summoned: bool = False

@@ -32,7 +32,7 @@ Spec: LIM-01 to LIM-06.
 import functools
 from collections import deque
 from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 
@@ -56,17 +56,9 @@ def outside_inference_mode(function: Callable[P, T]) -> Callable[P, T]:
     return call
 
 
-class ReleaseEvent(Protocol):
-    """An event that is complete when the compute stream no longer uses a resharded unit."""
+# An event after the last use of some memory.
+ReleaseEvent = torch.Event | torch.cpu.Event
 
-    def query(self) -> bool:
-        """Whether the event is complete."""
-
-    def synchronize(self) -> Any:
-        """Blocks the CPU until the event is complete."""
-
-
-# A completed event. On the CPU all release events are complete.
 DONE: ReleaseEvent = torch.cpu.Event()
 
 
@@ -118,3 +110,7 @@ class RateLimiter:
     def released(self, event: ReleaseEvent) -> None:
         """Called after a reshard, with its event."""
         self._events.append(event)
+
+    def clear(self) -> None:
+        """Drops all events, after an error."""
+        self._events.clear()

@@ -66,11 +66,6 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     warnings.warn(text, category, stacklevel=level)
 
 
-def warn_renamed(old: str, new: str) -> None:
-    """Issues the warning for a renamed function or argument."""
-    warn(message("old-spelling", old=old, new=new), FutureWarning)
-
-
 @cache
 def texts() -> dict[str, dict[str, str]]:
     """All texts, by kind and entry. The file is read when a text is first needed. Most runs never need one."""

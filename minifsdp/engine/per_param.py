@@ -175,7 +175,7 @@ class PerParameterLayout(Layout):
         # A DTensor counts its own in-place changes, and the bucket counts the changes of the local tensor. List
         # operators and fused kernels increase neither version, so the optimizer steps are counted as well.
         return (
-            self.num_steps,
+            self.steps.count,
             list(map(STAMP, self.buckets)),
             list(map(VERSION, self.local_parameters)),
         )

@@ -30,7 +30,7 @@ import dataclasses
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -94,6 +94,13 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
     return value if is_same else rebuild(mapped)
 
 
+class _Recipe(tuple[Any, ...]):
+    """What ``__reduce_ex__`` returns. ``copy.copy`` of it creates the object."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
+        return tuple(self)
+
+
 def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     """The parts of a container that is not a tuple, list or dict, and a function that rebuilds it from such parts.
 
@@ -117,7 +124,7 @@ def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         create = copyreg.__newobj__  # type: ignore[attr-defined]
         parts = [(type(value),), attributes, None, iter(value.items())]
     parts = [list(part) if isinstance(part, Iterator) else part for part in parts]
-    return parts, lambda mapped: copy._reconstruct(value, None, create, *mapped)  # type: ignore[attr-defined]
+    return parts, lambda mapped: copy.copy(_Recipe((create, *mapped)))
 
 
 def tensors_in(

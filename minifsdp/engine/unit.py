@@ -36,7 +36,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
-from typing import TYPE_CHECKING, Any, Generic
+from typing import Any, Generic
 
 from torch import nn
 from typing_extensions import TypeVar
@@ -46,9 +46,6 @@ from minifsdp.engine.events import events
 from minifsdp.engine.layout import Layout, full_name
 from minifsdp.engine.messages import message
 from minifsdp.engine.reduce import ReducePlan
-
-if TYPE_CHECKING:
-    from minifsdp.engine.root import RootState
 
 
 class State(Enum):
@@ -150,7 +147,7 @@ class Unit(Generic[LayoutT]):
         self.is_held = False
         self.uses = Uses()
         self.inner: frozenset[Unit] = frozenset()
-        self.root: RootState | None = None
+        self.root: Any = None
         self._handle: Handle | None = None
 
     def update_policy(self, **changes: Any) -> None:

@@ -85,7 +85,8 @@ from torch.distributed.fsdp import wrap as torch_wrap
 from minifsdp.cases.compiled_models import refuse_compiled
 from minifsdp.cases.modules_in_own_dtype import compute_in_own_dtype
 from minifsdp.cases.unbound_policies import explains_binding, require_call
-from minifsdp.engine.messages import message, warn, warn_renamed
+from minifsdp.checks.arguments import warn_renamed
+from minifsdp.engine.messages import message, warn
 
 # Constructor arguments of one unit that differ from those of the outermost one.
 Overrides = dict[str, Any]
@@ -390,7 +391,7 @@ def choose(
     decided = set(ignored)
     # A list, because a recursive function inside this one would be a reference cycle. It would keep the unsharded
     # parameters in memory until Python's garbage collector runs (COST-22). Each module is in it before its children,
-    # and once more after them, each time with whether the policy is called for it.
+    # and again after them, each time with whether the policy is called for it.
     left = [(root_module, True, False)]
     while left:
         module, calls_policy, is_after = left.pop()

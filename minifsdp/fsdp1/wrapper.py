@@ -55,12 +55,13 @@ from minifsdp.cases import (
 from minifsdp.cases.all_cases import CASES
 from minifsdp.cases.optimizer_steps import optimizer_steps
 from minifsdp.checks import arguments, ownership
+from minifsdp.checks.arguments import warn_renamed
 from minifsdp.engine.events import events
 from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_params import is_flattened
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.lifetime import outside_inference_mode
-from minifsdp.engine.messages import message, warn_renamed
+from minifsdp.engine.messages import message
 from minifsdp.engine.precision import Precision, cast_floating, move
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import RootState

@@ -145,8 +145,7 @@ class FSDPState(TorchAttributes):
         self, module: nn.Module, args: Any, kwargs: Any, output: Any
     ) -> Any:
         """The forward hook. Returns the output to pass to the caller."""
-        root_state = self.root_state
-        assert root_state is not None
+        root_state: Any = self.root_state
         if self._mp_policy.output_dtype is not None:
             output = cast_floating(self._mp_policy.output_dtype, output)
         self.running.pop()

@@ -18,6 +18,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from minifsdp.cases.optimizer_steps import OptimizerSteps
 from minifsdp.checks import rank_checks
 from minifsdp.checks.collective_log import log
+from minifsdp.engine.layout import Steps
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import fully_shard
 
@@ -139,7 +140,7 @@ def test_a_rank_may_step_while_another_rank_shards_a_model() -> None:
         """Replaces a layout. The other rank shards a model while this one is looked at."""
 
         leaves = ()
-        stepped_at, num_steps, group = 0, 0, None
+        stepped_at, steps, group = 0, Steps(), None
 
         @property
         def local_parameters(self) -> list[nn.Parameter]:

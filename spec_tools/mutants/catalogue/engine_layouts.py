@@ -79,7 +79,7 @@ MUTANTS = [
         "kept-flat-unit-is-never-stale",
         "SHARD-05",
         "A unit that stays unsharded computes with the values from before the optimizer step.",
-        replace("FlatLayout.is_stale", "self._last_all_gather != (self.num_steps, self.registered.stamp())", "False"),
+        replace("FlatLayout.is_stale", "self._last_all_gather != (self.steps.count, self.registered.stamp())", "False"),
     ),
     Mutant(
         "borrowed-memory-is-freed",
