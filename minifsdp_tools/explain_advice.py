@@ -77,64 +77,66 @@ def advice_for(units: Sequence[UnitSummary]) -> Iterator[Advice]:
     for unit in units:  # 1.
         # A unit that is stored on one rank is never all-gathered.
         if unit.numel > DOMINANT * total and (len(unit.ranks) > 1 or unit.is_planned):
-            yield _advice(
-                "dominant",
-                unit,
-                percent=round(100 * unit.numel / total),
-                size=size_of(unit.gathered_bytes),
-                candidates=_candidates(unit),
+            size = size_of(unit.gathered_bytes)
+            cause = detail(
+                "explain-dominant", percent=round(100 * unit.numel / total), size=size
             )
+            remedy = detail("explain-dominant-remedy", candidates=_candidates(unit))
+            yield Advice("dominant", (unit.label,), cause, remedy)
     # 2. One warning for all small units.
     limit = min(KNEE, max(largest / 10, total / 100))
-    small = [
+    apart = [
         unit
         for unit in units
-        if not unit.is_root
-        and len(unit.ranks) * unit.num_replicas > 1
-        and unit.numel < limit
+        if not unit.is_root and len(unit.ranks) * unit.num_replicas > 1
     ]
-    if small:
-        yield _advice(
+    if small := [unit for unit in apart if unit.numel < limit]:
+        numel = max(unit.numel for unit in small)
+        cause = detail(
+            "explain-small", num=len(small), numel=f"{numel:,}", knee=KNEE // 10**6
+        )
+        yield Advice(
             "small",
-            *small,
-            num=len(small),
-            numel=f"{max(unit.numel for unit in small):,}",
-            knee=KNEE // 10**6,
+            tuple(unit.label for unit in small),
+            cause,
+            detail("explain-small-remedy"),
         )
     for unit in units:  # 3.
         for parameter in unit.parameters:
             if parameter.ties:
-                yield _advice(
+                yield Advice(
                     "tied",
-                    unit,
-                    name=parameter.name,
-                    ties=", ".join(parameter.ties),
+                    (unit.label,),
+                    detail(
+                        "explain-tied",
+                        name=parameter.name,
+                        ties=", ".join(parameter.ties),
+                    ),
+                    detail("explain-tied-remedy"),
                 )
     for unit in units:  # 4.
         frozen = [parameter for parameter in unit.parameters if not parameter.trained]
         if (unit.is_planned or not unit.per_parameter) and 0 < len(frozen) < len(
             unit.parameters
         ):
-            numel = sum(parameter.numel for parameter in frozen)
-            yield _advice(
-                "frozen",
-                unit,
-                num=len(frozen),
-                names=some([parameter.name for parameter in frozen], MOST_NAMES),
-                size=size_of(numel * unit.compute.itemsize),
+            size = size_of(
+                sum(parameter.numel for parameter in frozen) * unit.compute.itemsize
+            )
+            names = some([parameter.name for parameter in frozen], MOST_NAMES)
+            cause = detail("explain-frozen", num=len(frozen), names=names, size=size)
+            yield Advice(
+                "frozen", (unit.label,), cause, detail("explain-frozen-remedy")
             )
     for unit in units:  # 5.
         if unit.low_batch_norms:
-            yield _advice(
-                "batch-norm", unit, names=some(unit.low_batch_norms, MOST_NAMES)
+            yield Advice(
+                "batch-norm",
+                (unit.label,),
+                detail(
+                    "explain-batch-norm", names=some(unit.low_batch_norms, MOST_NAMES)
+                ),
+                detail("explain-batch-norm-remedy"),
             )
-
-
-def _advice(kind: str, *units: UnitSummary, **values: object) -> Advice:
-    """A warning of this kind, with the texts of its cause and its remedy."""
-    cause = detail(f"explain-{kind}", **values)
-    remedy = detail(f"explain-{kind}-remedy", **values)
-    return Advice(kind, tuple(unit.label for unit in units), cause, remedy)
 
 
 def _candidates(unit: UnitSummary) -> str:

@@ -17,7 +17,7 @@ from docs_build.recording import recordings
 RUN, UNIT = "fsdp1-full-off-block-2", "stage1.block2"
 TITLES = {
     "pre_forward": "After pre-forward",
-    "post_forward": "After post-forward",
+    "leave_forward": "After post-forward",
     "pre_backward": "After pre-backward",
     "post_backward": "After post-backward",
     "end_backward": "After the end of backward",

@@ -4,7 +4,7 @@ A line that only records writes a moment. The recorded action is next to it::
 
     if events.recorder is not None:
         events.recorder.all_gather_begins(self)                    the moment
-    self._handle = self.layout.all_gather(self.comm_streams)       the action
+    self._handle = self.layout.all_gather(self.root.comm_streams)       the action
 
 An action that begins is the first later line that does not only record; one that has ended is the last one before.
 """

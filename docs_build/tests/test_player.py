@@ -291,7 +291,7 @@ def test_the_line_that_runs_is_highlighted_on_the_page(address: str, tab: Tab) -
     at(tab, address)
     line = "document.querySelector('.source-line[aria-current]')"
     tab.wait_for(f"!!{line}")
-    assert "self.layout.all_gather(self.comm_streams)" in tab.look(f"{line}.textContent")
+    assert "self.layout.all_gather(self.root.comm_streams)" in tab.look(f"{line}.textContent")
     run = recordings.find(KEY)
     for n in each_moment(tab, 0):
         if not run["ranks"][0]["moments"][n][6]:

@@ -116,7 +116,7 @@ def test_shown_line_is_the_started_or_finished_operation() -> None:
         "engine/unit.py", "Unit.unshard", "events.recorder.all_gather_begins(self)", has_ended=False
     )
     ended = running.line_of("engine/unit.py", "Unit.wait", 'events.recorder.end("AG", self.name)', has_ended=True)
-    assert lines[begun - 1].strip() == "self._handle = self.layout.all_gather(self.comm_streams)"
+    assert lines[begun - 1].strip() == "self._handle = self.layout.all_gather(self.root.comm_streams)"
     assert lines[ended - 1].strip() == "handle.wait()"
     assert running.line_of("engine/unit.py", "Unit.wait", "what is there no more", has_ended=True) == 0
 

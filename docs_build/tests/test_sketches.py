@@ -107,7 +107,7 @@ def test_drawn_steps_of_a_unit_equal_the_recorded_run() -> None:
            for hook, step in steps.items()}  # fmt: skip
     assert own == {
         "pre_forward": ["AG", "F"],
-        "post_forward": ["FREE"],
+        "leave_forward": ["FREE"],
         "pre_backward": ["B", "AG"],
         "post_backward": ["FREE", "RS"],
         "end_backward": [],
@@ -119,7 +119,7 @@ def test_drawn_steps_of_a_unit_equal_the_recorded_run() -> None:
 
 def test_step_draws_full_bars_or_half_of_each_rank() -> None:
     assert [width for _, width in bars_of(draw("pre_forward", "Whole."), "p")] == [hooksteps.WHOLE] * 2
-    (first, half), (second, same) = bars_of(draw("post_forward", "Cut."), "p")
+    (first, half), (second, same) = bars_of(draw("leave_forward", "Cut."), "p")
     assert half == same == hooksteps.WHOLE / 2
     assert second - first == hooksteps.WHOLE + 12 + half
     assert [width for _, width in bars_of(draw("end_backward", "Cut."), "g")] == [hooksteps.WHOLE / 2] * 2

@@ -63,7 +63,10 @@ class ReplacedParameters:
             else:
                 # A flat parameter cannot be replaced. Raise the error before the first collective.
                 for dictionary, attribute, index in layout.attributes:
-                    if dictionary.get(attribute.name) is not layout.assigned[index]:
+                    if (
+                        attribute.name not in dictionary
+                        or dictionary[attribute.name] is not layout.assigned[index]
+                    ):
                         raise replaced_error(layout, attribute)
 
 
@@ -79,7 +82,8 @@ def accept_changes(layout: PerParameterLayout, *, is_converted: bool = False) ->
     """
     is_edited = False
     for dictionary, attribute, index in layout.attributes:
-        found = dictionary.get(attribute.name)
+        name = attribute.name
+        found = dictionary[name] if name in dictionary else None  # noqa: SIM401
         param = layout.params[index]
         if found is layout.registered[index]:
             is_edited |= local_shard_of(param.parameter) is not param.local_shard

@@ -164,10 +164,9 @@ def replaced_error(layout: Layout, info: ParamInfo) -> RuntimeError:
     """The error for a module attribute whose tensor is not the tensor that the layout registered."""
     path = full_name(layout.name, info.path)
     kind = type(info.module).__name__
-    entry = (
-        "replaced-dtensor" if layout.shards_are_distributed else "replaced-parameter"
-    )
-    return RuntimeError(message(entry, parameter=path, type=kind))
+    if layout.shards_are_distributed:
+        return RuntimeError(message("replaced-dtensor", parameter=path, type=kind))
+    return RuntimeError(message("replaced-parameter", parameter=path, type=kind))
 
 
 class Steps:

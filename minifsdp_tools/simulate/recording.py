@@ -36,9 +36,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from minifsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard, trace
+from minifsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from minifsdp.api import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from minifsdp.checks.rank_checks import RankChecks
+from minifsdp.debugging import trace
 from minifsdp.engine.messages import message
 from minifsdp.engine.shards import local_tensor
 from minifsdp.fsdp2.module import FSDPModule

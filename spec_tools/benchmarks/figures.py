@@ -89,13 +89,13 @@ class Live:
     """Bytes in live tensors, relative to the state before the measurement.
 
     Attributes:
-        post_forward_mesh: at the beginning of the step.
+        between_steps: at the beginning of the step.
         computing: maximum in forward and backward.
         peak: maximum in the whole step, including the optimizer.
         curve: positions in the step, from 0 to 1, each with the maximum number of bytes in this part of it.
     """
 
-    post_forward_mesh: int
+    between_steps: int
     computing: int
     peak: int
     curve: list[tuple[float, int]]
@@ -138,8 +138,8 @@ def _weighed(zero: int, computing: list[Any], updating: list[Any]) -> Live:
     middle = len(live)
     live += [(event.start_time_ns, event.typed[1].total_allocated - zero) for event in _allocations(updating)]
     values = [value for _, value in live]
-    post_forward_mesh = _live_before(_allocations(computing)[0]) - zero
-    return Live(post_forward_mesh, max(values[:middle]), max(values), highest_of_each_part(live))
+    between_steps = _live_before(_allocations(computing)[0]) - zero
+    return Live(between_steps, max(values[:middle]), max(values), highest_of_each_part(live))
 
 
 def highest_of_each_part(points: list[tuple[int, int]]) -> list[tuple[float, int]]:

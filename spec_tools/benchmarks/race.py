@@ -99,7 +99,7 @@ class Outcome:
         inside: the part of ``asked`` for all-gathers and reduce-scatters. In a hybrid workload these run inside the
             shard group, and all other collectives between the replicas.
         wired: bytes that this rank's sockets have sent in a step.
-        post_forward_mesh: bytes in live tensors between two steps, relative to the state before the model was built.
+        between_steps: bytes in live tensors between two steps, relative to the state before the model was built.
         computing: maximum in forward and backward.
         peak: maximum during a step.
         priced_computing, priced: the values of `minifsdp_tools.cost` for ``computing`` and ``peak``; 0 for contenders
@@ -115,7 +115,7 @@ class Outcome:
     asked: int = 0
     inside: int = 0
     wired: int = 0
-    post_forward_mesh: int = 0
+    between_steps: int = 0
     computing: int = 0
     peak: int = 0
     priced_computing: int = 0
@@ -266,7 +266,7 @@ def _weigh(contender: Contender, outcome: Outcome, workload: Workload, batches: 
         compute=lambda: entrants[0].compute(batches),
         update=lambda: entrants[0].optimizer.step(),
     )
-    outcome.post_forward_mesh, outcome.computing, outcome.peak = found.post_forward_mesh, found.computing, found.peak
+    outcome.between_steps, outcome.computing, outcome.peak = found.between_steps, found.computing, found.peak
     outcome.curve = found.curve
     if contender.peer is not None:
         cost = closed_form.cost_of(entrants[0].trained.model, workload, batches)

@@ -160,7 +160,7 @@ def _row(workload: str, outcomes: Sequence[Outcome], mine: Outcome) -> tuple[str
         f"{calls_per_unit(workload, outcomes, mine):.0f}",
         f"{mine.asked / 2**20:.2f}",
         f"{mine.wired / 2**20:.2f}",
-        f"{mine.post_forward_mesh / 2**20:.2f}",
+        f"{mine.between_steps / 2**20:.2f}",
         _beside_the_price(mine.computing, mine.priced_computing),
         _beside_the_price(mine.peak, mine.priced),
     )

@@ -117,7 +117,7 @@ def test_minifsdp_needs_no_more_memory_than_torch(race: Race, workload: Any, con
     outcomes = race(workload.name)[0]
     ours, theirs = _of(outcomes, contender.name), _of(outcomes, contender.peer)
     # No communication is in flight between two steps.
-    assert ours.post_forward_mesh <= 1.001 * theirs.post_forward_mesh
+    assert ours.between_steps <= 1.001 * theirs.between_steps
     # Buffers in flight while the next unit computes need no more memory than gloo's copies when torch waits at once.
     # There may be one more activation at that moment.
     assert ours.computing <= 1.005 * theirs.computing

@@ -26,7 +26,7 @@ def outcome(contender: str, seconds: list[float]) -> Outcome:
         asked=5 * MIB,
         inside=3 * MIB,
         wired=6 * MIB,
-        post_forward_mesh=7 * MIB,
+        between_steps=7 * MIB,
         computing=8 * MIB,
         peak=9 * MIB,
         priced_computing=10 * MIB if contender.startswith("minifsdp") else 0,
