@@ -47,7 +47,7 @@ from minifsdp.engine.flat_tensor import (
     distributed_tensor,
     memory_orders,
 )
-from minifsdp.engine.layout import Gradient, Layout, ParamInfo, replaced_error
+from minifsdp.engine.layout import Gradient, Layout, ParamInfo, Steps, replaced_error
 from minifsdp.engine.lifetime import ReleaseEvent
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.placeholder import GUARD, guards_for
@@ -125,6 +125,7 @@ class FlatLayout(Layout):
         self.gradients = FlatGradients(self.registered)
         self._shows_kept = shows_kept
         self.precision = precision
+        self.steps = Steps()
         # By dtype: the compute dtype, and the stored dtype if a module was evaluated in full precision.
         self._variants: dict[torch.dtype, UnshardedTensor] = {}
         self.use_stored_dtype(False)

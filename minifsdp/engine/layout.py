@@ -212,7 +212,7 @@ class Layout(Protocol):
     local_parameters: list[nn.Parameter]
     leaves: list[torch.Tensor]
     reduces_unused: bool = False
-    steps: Steps = Steps()
+    steps: Steps
     stepped_at: int = 0
     is_borrowed: bool
     is_summoned: bool = False

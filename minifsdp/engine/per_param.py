@@ -44,6 +44,7 @@ from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
 from minifsdp.engine.layout import (
     Gradient,
     Layout,
+    Steps,
     replaced_error,
     users_hooks,
 )
@@ -94,6 +95,7 @@ class PerParameterLayout(Layout):
             (info.module._parameters, info, index) for info, index in places
         ]
         self._handles: list[Handle] = []
+        self.steps = Steps()
         self._gathered_at: object = None
         self.has_copied = False
         self.buckets = assign_to_buckets(
