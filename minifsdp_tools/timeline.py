@@ -1,7 +1,7 @@
-"""Draws the events of a recorder as an SVG picture, or converts them for chrome://tracing and ui.perfetto.dev.
+"""Draws the events of a recorder as an SVG picture. ``chrome_trace.py`` converts them for a trace viewer.
 
 It takes the events of all ranks and returns text. Nothing is measured or written, so tests can check the result. This
-module computes positions; the template ``timeline.svg.jinja`` draws the shapes, and ``timeline.css`` has the style.
+module computes positions; the template ``timeline.svg.jinja`` and ``timeline.css`` define the style.
 
 Worked example, one rank and one unit of 8 float32 parameters, in milliseconds::
 
@@ -23,10 +23,6 @@ How to read such a picture:
 ``events.py`` explains overlap and clocks. Without a shared moment, each rank's first event becomes its zero, which
 hides how much later one rank began than another. The caption states which zero is used.
 
-In a trace (`chrome_trace`), a rank becomes a process, a track a thread (two if its spans overlap), the unsharded bytes
-a counter. Worked example: an all-gather of unit 0 from 0 to 2 ms on rank 1 is
-``{"ph": "X", "name": "AG 0", "pid": 1, "ts": 0, "dur": 2000}``.
-
 *In torch:* the profiler writes Chrome traces of every operator, and its memory view shows the allocator. Neither
 contains units, so the all-gather of block 3 is hard to find; this picture only contains units.
 
@@ -35,7 +31,7 @@ Spec: the paragraph "The tracer" at the head of the spec.
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +39,7 @@ import jinja2
 
 from minifsdp.engine.messages import message
 from minifsdp.trace import Event
+from minifsdp_tools.chrome_trace import chrome_trace
 from minifsdp_tools.events import (
     STREAMS,
     EventsPerRank,
@@ -72,6 +69,68 @@ _GAP = 4
 _MEMORY = 40
 _STRIP = 10
 _LETTER = 6.2
+
+
+class _Sheet:
+    """The drawing: collects shapes, and converts times and numbers of bytes to positions.
+
+    Args:
+        width: the width of the whole picture, in pixels.
+        seconds: the time from the left edge of the tracks to their right edge.
+        num_bytes: the number of unsharded bytes at the top of their track.
+        events: all events of the picture, for the labels.
+
+    Attributes:
+        labels: the label of each box by its kind and unit.
+        ground: bands and grid, drawn below all other shapes.
+        shapes: the others, the first at the bottom.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        seconds: float,
+        num_bytes: int = 0,
+        events: Iterable[Event] = (),
+    ) -> None:
+        self.width = width
+        self.seconds = seconds
+        self.num_bytes = num_bytes
+        boxes = [event for event in events if event.kind in BOXES]
+        self.labels = _labels(
+            [(one.kind, one.unit, self.x(one.end) - self.x(one.start)) for one in boxes]
+        )
+        self.ground: list[str] = []
+        self.shapes: list[str] = []
+
+    def x(self, seconds: float) -> float:
+        """The horizontal position of a time, counted from the origin."""
+        return _LEFT + (self.width - _LEFT - _RIGHT) * seconds / self.seconds
+
+    def text(self, x: float, y: float, classes: str, *lines: str) -> None:
+        """Writes lines below each other, the first with its baseline at ``y``."""
+        self.shapes.append(_SHAPES.lines(x, y, lines, classes))
+
+    def stream(self, y: float, height: float, *names: str) -> None:
+        """Draws the background of a track, and its names to the left of it."""
+        self.ground.append(_SHAPES.band(_LEFT, y, self.width - _LEFT - _RIGHT, height))
+        self.text(_LEFT - 10, y + 14, "soft end", *names)
+
+    def mark(self, event: Event, y: float) -> None:
+        """Marks a moment or a wait."""
+        x = self.x(event.start)
+        self.shapes.append(
+            _SHAPES.mark(event.kind, x, y, _SHAPES.tip(event), self.x(event.end) - x)
+        )
+
+    def finished(self, height: float, title: str, events: Sequence[Event] = ()) -> str:
+        """The complete SVG document; a description for screen readers gives the order of ``events``."""
+        order = sorted(events, key=lambda event: event.start)
+        return str(
+            _SHAPES.document(
+                self.width, height, title, order, self.ground + self.shapes
+            )
+        )
 
 
 def svg(
@@ -107,119 +166,86 @@ def svg(
         if seconds is None
         else seconds
     )
-    num_bytes = num_bytes or max(map(peak_gathered_bytes, ranks), default=0)
+    sheet = _Sheet(
+        width,
+        seconds,
+        num_bytes or max(map(peak_gathered_bytes, ranks), default=0),
+        everything,
+    )
     used = {event.stream for event in everything}
     streams = [stream for stream in STREAMS if stream != "all_reduce" or stream in used]
     has_arrivals = any(event.arrived is not None for event in everything)
     captions = str(_SHAPES.captions(origins is not None, has_arrivals)).splitlines()
-    kinds = {event.kind for event in everything}
-    y = 56.0 + 16 * len(captions)
-    legend = _legend(kinds, width, y)
-    y = top = 14 + max((entry["y"] for entry in legend), default=y)
-    drawn = []
+    top = y = _draw_heading(sheet, everything, title, *captions)
     for rank, events in enumerate(ranks):
-        tracks = _tracks(events, streams, y + 24, seconds / width, num_bytes)
-        drawn.append({"name": f"rank {rank}", "y": y, "tracks": tracks})
-        y = tracks[-1]["y"] + tracks[-1]["height"] + _GAP + 10
-
-    def x(when: float) -> float:
-        return _LEFT + (width - _LEFT - _RIGHT) * when / seconds
-
-    boxes = [event for event in everything if event.kind in BOXES]
-    labels = _labels([(one.kind, one.unit, x(one.end) - x(one.start)) for one in boxes])
-    picture = _SHAPES.document(
-        width=width,
-        left=_LEFT,
-        right=_RIGHT,
-        top=top,
-        bottom=y,
-        title=title,
-        order=sorted(ranks[0], key=lambda event: event.start) if ranks else [],
-        captions=captions,
-        legend=legend,
-        ticks=_ticks(seconds),
-        ranks=drawn,
-        x=x,
-        labels=labels,
-        fits=_fits,
-    )
-    return str(picture)
+        y = _draw_rank(sheet, y, f"rank {rank}", events, streams)
+    _draw_grid(sheet, top, y)
+    return sheet.finished(y + 34, title, ranks[0] if ranks else ())
 
 
-def _legend(kinds: set[str], right: float, y: float) -> list[dict[str, Any]]:
-    """The position and the label of each kind that occurs, in lines that end at ``right``."""
-    legend: list[dict[str, Any]] = []
+def _draw_heading(
+    sheet: _Sheet, events: Sequence[Event], title: str, *captions: str
+) -> float:
+    """Draws title, captions, and a legend of the kinds that occur; returns the position below them."""
+    sheet.text(20, 30, "title", title)
+    sheet.text(20, 50, "soft", *captions)
     x = 20.0
+    y = 56.0 + 16 * len(captions)
+    kinds = {event.kind for event in events}
     for kind, meaning in _SHAPES.meanings.items():
         if kind in kinds:
             label = f"{kind} {meaning}"
             width = 42 + _LETTER * len(label)
-            if x + width > right:
+            if x + width > sheet.width:
                 x = 20.0
-                y += 18
-            legend.append(
-                {"kind": kind, "is_box": kind in BOXES, "x": x, "y": y, "label": label}
-            )
+                y = y + 18
+            sheet.shapes.append(_SHAPES.key(kind, kind in BOXES, x, y, label))
             x += width
-    return legend
+    return y + 14
 
 
-def _tracks(
-    events: Sequence[Event],
-    streams: Sequence[str],
-    y: float,
-    seconds_of_pixel: float,
-    num_bytes: int,
-) -> list[dict[str, Any]]:
-    """The tracks of one rank from ``y`` down: their positions, and what is drawn on them."""
-    tracks: list[dict[str, Any]] = []
+def _draw_rank(
+    sheet: _Sheet, y: float, name: str, events: Sequence[Event], streams: Sequence[str]
+) -> float:
+    """Draws all tracks of one rank from ``y`` down; returns the position below them."""
+    sheet.text(20, y + 15, "rank", name)
+    y += 24
     for stream in streams:
-        mine = [event for event in events if event.stream == stream]
-        boxes = [event for event in mine if event.kind in BOXES]
-        # An overlap of half a pixel is invisible and does not need another row.
-        rows = rows_of(boxes, 0.5 * seconds_of_pixel)
-        strip = _ROW * (1 + max(rows, default=0))
-        marks = [
-            (event, y + strip + _STRIP / 2)
-            for event in mine
-            if event.kind not in BOXES and event.kind != "FREE"
-        ]
-        height = strip + (_STRIP if marks else 0)
-        tracks.append(
-            {
-                "names": [stream.replace("_", "-")],
-                "y": y,
-                "height": height,
-                "boxes": [
-                    (event, y + _ROW * row)
-                    for event, row in zip(boxes, rows, strict=True)
-                ],
-                "marks": marks,
-            }
+        y = _draw_stream(
+            sheet,
+            y,
+            stream.replace("_", "-"),
+            [event for event in events if event.stream == stream],
         )
-        y += height + _GAP
         if stream == "gather":
             # Between the all-gathers and the memory, because a reshard ends the former and decreases the latter.
-            marks += [(event, y + 1) for event in events if event.kind == "FREE"]
-            tracks.append(_memory(events, y + _GAP, num_bytes))
-            y += _MEMORY + 2 * _GAP
-    return tracks
+            for event in events:
+                if event.kind == "FREE":
+                    sheet.mark(event, y + 1)
+            y = _draw_memory(sheet, y + _GAP, events)
+    return y + 10
 
 
-def _memory(events: Sequence[Event], y: float, num_bytes: int) -> dict[str, Any]:
-    """The track of the unsharded bytes, as steps, with the same scale for all ranks."""
-    peak = peak_gathered_bytes(events)
-    scale = (_MEMORY - 4) / max(num_bytes, 1)
-    return {
-        "names": ["gathered", f"peak {size_of(peak)}"],
-        "y": y,
-        "height": _MEMORY,
-        "stairs": [
-            (seconds, y + _MEMORY - scale * held)
-            for seconds, held in gathered_bytes(events)
-            if peak
-        ],
-    }
+def _draw_stream(sheet: _Sheet, y: float, name: str, events: Sequence[Event]) -> float:
+    boxes = [event for event in events if event.kind in BOXES]
+    marks = [
+        event for event in events if event.kind not in BOXES and event.kind != "FREE"
+    ]
+    # An overlap of half a pixel is invisible and does not need another row.
+    rows = rows_of(boxes, 0.5 * sheet.seconds / sheet.width)
+    strip = _ROW * (1 + max(rows, default=0))
+    height = strip + (_STRIP if marks else 0)
+    sheet.stream(y, height, name)
+    for event, row in zip(boxes, rows, strict=True):
+        x = sheet.x(event.start)
+        width = max(sheet.x(event.end) - x, 1.0)
+        there = None if event.arrived is None else sheet.x(event.arrived)
+        label = sheet.labels[event.kind, event.unit]
+        label = label if _fits(label, width) else ""
+        sheet.shapes.append(_SHAPES.box(event, x, y + _ROW * row, width, label, there))
+    for event in marks:
+        sheet.mark(event, y + strip + _STRIP / 2)
+    return y + height + _GAP
 
 
 def _labels(boxes: Sequence[tuple[str, str, float]]) -> dict[tuple[str, str], str]:
@@ -256,10 +282,25 @@ def _fits(label: str, width: float) -> bool:
     return _LETTER * len(label) + 6 <= width
 
 
-def _ticks(seconds: float) -> list[tuple[float, str]]:
-    """About ten round numbers of milliseconds, in seconds and as text."""
-    # The smallest of 1, 2, 5, 10, 20, 50 and so on (or 0.5, 0.2, ...) that is large enough.
-    rough = 1e3 * seconds / 10
+def _draw_memory(sheet: _Sheet, y: float, events: Sequence[Event]) -> float:
+    """Draws the unsharded bytes as steps, with the same scale for all ranks."""
+    peak = peak_gathered_bytes(events)
+    floor = y + _MEMORY
+    sheet.stream(y, _MEMORY, "gathered", f"peak {size_of(peak)}")
+    if peak:
+        scale = (_MEMORY - 4) / sheet.num_bytes
+        stairs = [
+            (sheet.x(seconds), floor - scale * num_bytes)
+            for seconds, num_bytes in gathered_bytes(events)
+        ]
+        sheet.shapes.append(_SHAPES.memory(stairs, floor, sheet.width - _RIGHT))
+    return floor + _GAP
+
+
+def _draw_grid(sheet: _Sheet, top: float, bottom: float) -> None:
+    """Vertical lines at round numbers of milliseconds, and these numbers below."""
+    # About ten numbers: the smallest of 1, 2, 5, 10, 20, 50 and so on (or 0.5, 0.2, ...) that is large enough.
+    rough = 1e3 * sheet.seconds / 10
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(
         power * factor
@@ -267,84 +308,8 @@ def _ticks(seconds: float) -> list[tuple[float, str]]:
         if power * factor >= rough * (1 - 1e-9)
     )
     digits = max(0, -math.floor(math.log10(step)))
-    return [
-        (number * step / 1e3, f"{number * step:.{digits}f}" + ("" if number else " ms"))
-        for number in range(math.floor(1e3 * seconds / step + 1e-9) + 1)
-    ]
-
-
-# ---- as a trace ------------------------------------------------------------------------------------------------------
-
-
-def chrome_trace(
-    events_per_rank: EventsPerRank, *, origins: Sequence[float] | None = None
-) -> dict[str, Any]:
-    """The events in the Chrome trace event format, ready for ``json.dump``.
-
-    Args:
-        events_per_rank: the events of rank 0, of rank 1, and so on.
-        origins: each rank's clock, in seconds, at one shared moment; by default the time of its first event.
-
-    Raises:
-        ValueError: the number of origins is not the number of ranks.
-    """
-    ranks = enumerate(from_zero(events_per_rank, origins))
-    items = [item for rank, events in ranks for item in _items(rank, events)]
-    return {"traceEvents": items, "displayTimeUnit": "ms"}
-
-
-def _items(rank: int, events: Sequence[Event]) -> Iterator[dict[str, Any]]:
-    """All items of one rank: its name, its threads, the spans and moments by track and row, and its memory."""
-    yield {
-        "ph": "M",
-        "name": "process_name",
-        "pid": rank,
-        "args": {"name": f"rank {rank}"},
-    }
-    for number, stream in enumerate(STREAMS):
-        on_stream = [event for event in events if event.stream == stream]
-        rows = rows_of(on_stream, 0.0)
-        for row in sorted({*rows}):
-            name = stream if row == 0 else f"{stream} ({row + 1})"
-            yield {
-                "ph": "M",
-                "name": "thread_name",
-                "pid": rank,
-                "tid": 100 * number + row,
-                "args": {"name": name},
-            }
-        for event, row in zip(on_stream, rows, strict=True):
-            yield {"pid": rank, "tid": 100 * number + row} | _chrome_event(event)
-    for seconds, num_bytes in gathered_bytes(events):
-        yield {
-            "ph": "C",
-            "name": "gathered",
-            "pid": rank,
-            "ts": _micro(seconds),
-            "args": {"bytes": num_bytes},
-        }
-
-
-def _chrome_event(event: Event) -> dict[str, Any]:
-    dtype = "" if event.dtype is None else str(event.dtype).removeprefix("torch.")
-    # Scope "t": the mark of a moment is drawn on its own thread only, and not across the whole window.
-    span = (
-        {"ph": "X", "dur": _micro(event.end - event.start)}
-        if event.end > event.start
-        else {"ph": "i", "s": "t"}
-    )
-    return span | {
-        "name": f"{event.kind} {event.unit or 'root'}",
-        "cat": event.kind,
-        "ts": _micro(event.start),
-        "args": {
-            "unit": event.unit,
-            "bytes": event.num_bytes,
-            "ranks": list(event.ranks),
-            "dtype": dtype,
-        },
-    }
-
-
-def _micro(seconds: float) -> float:
-    return round(1e6 * seconds, 3)
+    for number in range(math.floor(1e3 * sheet.seconds / step + 1e-9) + 1):
+        time = f"{number * step:.{digits}f}" + (" ms" if number == 0 else "")
+        sheet.ground.append(
+            _SHAPES.tick(sheet.x(number * step / 1e3), top + 20, bottom, time)
+        )

@@ -1,7 +1,7 @@
 """The cases of ``fully_shard``: one list for each of its extension points, one line for each case.
 
-``fully_shard`` calls three more cases by name: ``optimizer_steps.py``, ``second_places.py`` and
-``sparse_gradients.py``.
+``fully_shard`` calls four more cases by name: ``optimizer_steps.py``, ``second_places.py``, ``sparse_gradients.py`` and
+``torch_registry.py``.
 
 Worked example: ``fully_shard`` creates an object of each class in `BUCKETS`, and passes them to the engine as
 `Options.cases`. Before the engine stores a parameter in an ordinary bucket, it asks each of these objects whether it

@@ -18,9 +18,10 @@ all-gather.
 Worked example: ``SGD(model.parameters()).step()`` increases the count of the model's root from 0 to 1. A unit that was
 all-gathered at 0 is stale.
 
-The hook looks up the parameters of an optimizer once, and again if the optimizer's groups change or a new unit is
-created. It is installed with the first unit and removed with the last one. Each front end calls `OptimizerSteps.add`
-for a new unit. The hook also calls the observers of optimizers, see ``engine/events.py``.
+The hook looks up the parameters of an optimizer once, and again if the sizes of its groups change, a new unit is
+created, or a unit has accepted other parameters. It is installed with the first unit and removed with the last one.
+Each front end calls `OptimizerSteps.add` for a new unit. The hook also calls the observers of optimizers, see
+``engine/events.py``.
 
 *In torch:* no count. With ``set_reshard_after_backward(False)``, the next forward uses the old values.
 
@@ -66,6 +67,11 @@ class OptimizerSteps:
                 )
             self._layouts.add(layout)
         weakref.finalize(layout, self._end).atexit = False
+
+    def forget(self) -> None:
+        """Called when a unit has accepted other parameters. Each optimizer looks up its layouts again."""
+        with self._lock:
+            self._held.clear()
 
     def _end(self) -> None:
         """Called when a layout was deleted. Removes the hook if this was the last layout."""

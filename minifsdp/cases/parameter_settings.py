@@ -14,7 +14,7 @@ the unsharded one.
 A module can also set it on the unsharded parameter, in its forward. The case compares the two tensors of each parameter
 when an outermost forward begins, and when the backward of a unit begins. The one that has changed since then is right.
 
-*In torch:* ``FSDPParam.to_unsharded`` copies ``requires_grad``; hooks of a parameter are not called.
+*In torch:* ``FSDPParam.to_unsharded`` copies ``requires_grad``; tensor hooks of a parameter are not called.
 
 Spec: FS2-22, FS2-28.
 """

@@ -25,6 +25,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from minifsdp.cases.optimizer_steps import optimizer_steps
 from minifsdp.checks.arguments import check_grad_dtype
 from minifsdp.engine import lifetime
 from minifsdp.engine.bucket import assign_to_buckets
@@ -93,6 +94,7 @@ def accept_changes(layout: PerParameterLayout, *, is_converted: bool = False) ->
         param.parameter = found
         is_edited = True
     if is_edited:
+        optimizer_steps.forget()
         _update_buckets(layout, is_edited=True)
     elif len(layout.buckets) > 1:
         # Other parameters, with another dtype, may have become trainable.

@@ -57,16 +57,11 @@ def reshard_to_number(unit: Unit[PerParameterLayout], choice: Any) -> None:
         ValueError: if ``choice`` is no number, or does not divide the number of ranks in the shard dimension.
         NotImplementedError: if the parameters are sharded over different meshes.
     """
-    if isinstance(choice, bool | None):
-        return
-    if not isinstance(choice, int):
-        raise ValueError(message("reshard-type", choice=choice))
     layout = unit.layout
     num_shards = unit.plans[0].mesh.num_shards
-    if choice < 1 or num_shards % choice:
-        raise ValueError(
-            message("reshard-factor", choice=choice, num_shards=num_shards)
-        )
+    check_number(choice, num_shards)
+    if isinstance(choice, bool | None):
+        return
     if choice in (1, num_shards):
         # With groups of one rank, every rank keeps all parameters unsharded.
         unit.update_policy(reshard_after_forward=choice == num_shards)
@@ -75,6 +70,18 @@ def reshard_to_number(unit: Unit[PerParameterLayout], choice: Any) -> None:
         raise NotImplementedError(message("reshard-number-and-meshes", choice=choice))
     mesh = smaller_mesh(layout.params[0].mesh, choice)
     unit.update_policy(reshard_after_forward=SmallerMesh(layout, mesh, choice))
+
+
+def check_number(choice: Any, num_shards: int) -> None:
+    """Raises an error if ``choice`` is neither a bool, ``None`` nor a number that divides ``num_shards``."""
+    if isinstance(choice, bool | None):
+        return
+    if not isinstance(choice, int):
+        raise ValueError(message("reshard-type", choice=choice))
+    if choice < 1 or num_shards % choice:
+        raise ValueError(
+            message("reshard-factor", choice=choice, num_shards=num_shards)
+        )
 
 
 class SmallerMesh:

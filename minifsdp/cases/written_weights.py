@@ -17,14 +17,14 @@ ranks have written the same values. So only after a change, the ranks compare a 
 for the result. Worked example, two ranks, a codebook of 4 rows::
 
     all ranks have added 1            each rank copies its 2 rows into its shard
-    each rank has added its mean      "parameter 'book' was changed in forward, and the values differ between ranks"
+    each rank has added its mean      "parameters ['book'] were changed in place while they were unsharded, ..."
 
 *In torch:* the changes are lost, without an error.
 
 Spec: PROG-43, PROG-44.
 """
 
-from collections.abc import Mapping
+from itertools import compress
 from typing import Any
 
 import torch
@@ -84,7 +84,7 @@ def keep_changes(*units: Unit) -> None:
 def _keep_flat(layout: Any) -> None:
     unsharded = layout.unsharded
     unsharded.version = unsharded.leaf._version
-    _check_equal({layout.name: unsharded.alias}, layout.mesh)
+    _check_equal([layout.name], [unsharded.alias], layout.mesh)
     part = unsharded.alias[layout.shard_range]
     layout.overwrite_local(_changed(part, layout.registered.shard.detach()))
 
@@ -95,42 +95,44 @@ def _keep_parameters(layout: PerParameterLayout) -> None:
         param.version = param.leaf._version
     for groups in dict.fromkeys(param.mesh_groups for param in written):
         mine = [param for param in written if param.mesh_groups == groups]
-        _check_equal(
-            {full_name(layout.name, p.info.path): p.plain_leaf for p in mine}, groups
-        )
+        names = [full_name(layout.name, p.info.path) for p in mine]
+        _check_equal(names, [p.plain_leaf for p in mine], groups)
         for p in mine:
             part = shard_of(p.plain_leaf.data, p.dim, p.num_shards, groups.shard_index)
             p.local_shard.copy_(_changed(part, p.local_shard))
             layout.has_copied = True
 
 
-def _check_equal(changed: Mapping[str, torch.Tensor], mesh: MeshGroups) -> None:
+def _check_equal(
+    names: list[str], changed: list[torch.Tensor], mesh: MeshGroups
+) -> None:
     """Raises an error if the ranks of ``mesh`` have written different values. All of them must call it.
 
     Args:
-        changed: the unsharded values of parameters that were changed, with the names of the parameters.
+        names: the names of the parameters that were changed. In a list of modules, two can have the same name.
+        changed: their unsharded values.
         mesh: the ranks to compare.
     """
-    hashes = [
-        torch.hash_tensor(value.detach()).view(torch.int64).to(torch.float64)
-        for value in changed.values()
-    ]
-    mine = torch.stack(hashes)
+    mine = torch.stack([_fingerprint(value.detach()) for value in changed])
     for group in (mesh.shard, mesh.replicate):
         if group is not None:
-            all_ranks = mine.new_empty(group.size * len(hashes))
-            collectives.all_gather(group, all_ranks, mine).wait()
+            all_ranks = mine.new_empty(group.size * mine.numel())
+            collectives.all_gather(group, all_ranks, mine.view(-1)).wait()
             # A difference becomes nan, which the next group then finds as well.
-            mine = torch.where(
-                (all_ranks.view(group.size, -1) == mine).all(dim=0), mine, torch.nan
-            )
-    different = [
-        name
-        for name, is_nan in zip(changed, mine.isnan().tolist(), strict=True)
-        if is_nan
-    ]
+            is_same = (all_ranks.view(group.size, *mine.shape) == mine).all(dim=0)
+            mine = torch.where(is_same, mine, torch.nan)
+    is_different = mine.isnan().any(dim=1).tolist()
+    different = list(compress(names, is_different))
     if different:
         raise RuntimeError(message("changed-in-forward", parameters=different))
+
+
+def _fingerprint(value: torch.Tensor) -> torch.Tensor:
+    """Two numbers: a hash, which equal changes of two elements do not change, and the sum, which they change."""
+    bits = torch.hash_tensor(value).view(torch.int64).to(torch.float64)
+    real = torch.view_as_real(value) if value.is_complex() else value
+    total = real.sum(dtype=torch.float64).nan_to_num()
+    return torch.stack([bits, total])
 
 
 def _changed(mine: torch.Tensor, local_shard: torch.Tensor) -> torch.Tensor:

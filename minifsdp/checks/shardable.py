@@ -10,9 +10,11 @@ Spec: FS2-01, FS2-06, FS2-08, NEW-04.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from minifsdp.cases.smaller_mesh import check_number
 from minifsdp.checks import ownership
 from minifsdp.checks.arguments import (
     FUNCTION_OR_NONE,
@@ -46,6 +48,7 @@ _OFFLOAD = Kind(
 def check_options(
     *,
     mesh: Any,
+    reshard_after_forward: Any,
     shard_placement_fn: Any,
     mp_policy: Any,
     offload_policy: Any,
@@ -56,6 +59,7 @@ def check_options(
 
     Raises:
         TypeError: if an argument has a wrong type.
+        ValueError: if ``reshard_after_forward`` is a number that does not divide the number of ranks.
         NotImplementedError: if an option is not supported.
     """
     call = "fully_shard"
@@ -64,6 +68,9 @@ def check_options(
     require(PRECISION_POLICY, call, mp_policy=mp_policy)
     require(_OFFLOAD, call, offload_policy=offload_policy)
     require(PARAMETERS, call, ignored_params=ignored_params)
+    if mesh is not None or dist.is_initialized():
+        size = mesh.size(mesh.ndim - 1) if mesh is not None else dist.get_world_size()
+        check_number(reshard_after_forward, size)
     if dp_mesh_dims is not None:
         raise NotImplementedError(message("dp-mesh-dims"))
     # Policies of torch before 2.15 do not have this field.

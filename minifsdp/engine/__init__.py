@@ -14,7 +14,6 @@ From the bottom layer to the top. Each module uses only modules above it in this
 ``exchange``        objects, and functions of ``torch.distributed``, outside of a step
 ``layout``          the interface for storing a unit's parameters
 ``placeholder``     the placeholder for a parameter that is not available
-``changes``         values that a forward has written into unsharded parameters
 ``flat_tensor``     how a flat parameter is sharded; the unsharded tensor, which autograd owns
 ``flat_params``     the registered parameters of a flat unit: a flat parameter, or the original parameters
 ``flat_gradients``  the gradients of these parameters

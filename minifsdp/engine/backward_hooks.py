@@ -55,7 +55,7 @@ UnitCallback = Callable[[Unit], None]
 
 
 class LeafHooks:
-    """1. Detects the start and the end of one unit's backward, and calls the unit's backward hooks.
+    """1. Detects the start of one unit's backward, and the end if the unit is frozen.
 
     The layout registers the hook that detects the end, see `Layout.on_gradient`. This class detects the end of frozen
     units only.
@@ -63,7 +63,7 @@ class LeafHooks:
     Args:
         unit: the unit.
         pre_backward: called when the gradient of the unit's output is computed.
-        post_backward: called when the gradients of the unit's parameters are complete.
+        post_backward: called by `InputsHooks` only, when the gradients of the inputs are complete.
         close: called at the end of the unit's backward if the unit has no trainable parameters.
 
     Attributes:

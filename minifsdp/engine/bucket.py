@@ -13,12 +13,13 @@ views of one tensor, both sharded and unsharded. Two ranks; capital letters are 
    a cast to another dtype, or a copy from the CPU, needs extra memory: this rank's part of the buffer. Each shard has
    its own storage, which is a range of the bucket's memory. ``torch.save`` and ``deepcopy`` serialize the whole storage
    of a view, and cannot save a DTensor whose local tensor has a non-zero storage offset.
-2. *One copy-out.* The all-gathered data is sorted by rank and must be sorted by parameter. One operator does that for
-   all parameters. A bucket of one parameter is already sorted: on the CPU its buffer is ``unsharded``. A transport
-   between CPUs can send large parameters one by one, directly into their final memory, without a buffer or a copy.
+2. *One copy-out.* The all-gathered data is sorted by rank and must be sorted by parameter. One operator does that if
+   all parameters are sharded along the first dim. A bucket of one such parameter is already sorted: on the CPU its
+   buffer is ``unsharded``. A transport between CPUs can send large parameters one by one, directly into their final
+   memory, without a buffer or a copy.
 3. The leaves, which autograd owns, are created once. Each is a view of ``unsharded`` with its own version counter.
    ``unsharded`` has memory only from all-gather to reshard: one resize allocates the memory of all leaves.
-4. A bucket that is neither sharded nor cast needs no second memory: its leaves are views of the shards.
+4. A bucket that is neither sharded nor cast nor offloaded needs no second memory: its leaves are views of the shards.
 5. On an accelerator the leaves begin at multiples of 16 bytes, the width of a vectorized load. Some kernels are slower
    with other addresses, and some raise an error. The data that is sent has no gaps.
 
@@ -26,8 +27,8 @@ Between forward and backward, a case can reshard a unit to larger shards over fe
 node. The all-gather for backward then uses only these ranks. The diagram stays the same, with another `Source`.
 
 A bucket has one dtype and one mesh. Most units have one bucket. Others have several, for example with a norm in float32
-next to weights in bfloat16, or with experts that are sharded over fewer ranks. After a user has replaced parameters,
-the unit assigns its parameters to buckets again. A bucket whose parameters and kind stay the same is kept, with its
+next to weights in bfloat16, or with experts that are sharded over fewer ranks. After a user has replaced parameters, a
+case assigns the parameters to buckets again. A bucket whose parameters and kind stay the same is kept, with its
 memory and its leaves.
 
 6. *Extension point.* A case can store a parameter in a bucket of its own class, with the methods and attributes of
@@ -212,7 +213,8 @@ class Bucket:
         """Allocates memory for an all-gather on ``comm_stream``. Call `copy_out` when it is complete.
 
         Returns:
-            The function of ``collectives.py`` that issues the all-gather, and its output and input, if one is needed.
+            For each all-gather, the function of ``collectives.py`` that issues it, its output and its input. Without a
+            group, the caller issues none.
         """
         if self.is_borrowed:
             return []

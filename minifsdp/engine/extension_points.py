@@ -12,10 +12,12 @@ Worked example, one step with one unit, and the points in the order of their cal
         (forward of the unit)   unit_output   unit_reshards
     forward_ends
     backward_begins
-        unit_backward           (backward of the unit)   unit_reshards   held_gradient
+        unit_backward           (backward of the unit)   unit_reshards
     backward_ends
 
-A case may set `Unit.is_held`. The unit then stays unsharded until the end of the backward that computes its gradients.
+A unit that a case holds has ``held_gradient`` instead of ``unit_reshards``, and ``unit_reshards`` after
+``backward_ends``. A case may set `Unit.is_held`. The unit then stays unsharded until the end of the backward that
+computes its gradients.
 
 *In torch:* no extension points. FSDP1 and FSDP2 have no code for most of these cases.
 
@@ -48,7 +50,7 @@ class ExtensionPoints:
         held_gradient: the gradients of the parameters of a held unit are complete. Gets the unit and the gradients.
         backward_ends: the last node of a backward has run. The function returns whether it ends this backward
             in another way. Then no later function is called, and the iteration does not end.
-        unit_reshards: a unit is resharded, also if it is sharded already. Its unsharded parameters still have values.
+        unit_reshards: a unit is resharded. If it is not sharded already, its unsharded parameters still have values.
         values_written: the user may have written to the full parameters of this unit.
     """
 

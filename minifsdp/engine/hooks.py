@@ -14,9 +14,9 @@ How the backward hooks are called:
 
 1. *Pre-backward* is a hook on the output tensors of forward. Each forward has new output tensors, so each forward
    registers the hook.
-2. *Post-backward* is called by a hook on the unit's leaf, or by a node at its inputs (``backward_hooks.py``).
+2. *Post-backward* is called by a hook on the unit's leaf, or by a hook on views of its inputs (``backward_hooks.py``).
 3. *End of backward* is a callback that autograd runs after its last node. It can only be queued during a backward, so
-   the first pre-backward hook queues it. It also handles units whose post-backward hook did not run.
+   the first hook of a backward queues it. It also handles units whose post-backward hook did not run.
 
 Activation checkpointing runs a unit's forward *again during backward*. The engine detects this because autograd is
 running. Two rules change:
@@ -64,10 +64,10 @@ class IterationState:
     Args:
         units: all units of the root.
         reducer: reduces their gradients.
-        observers: the observers of this root.
         schedule: the order of the units, and when to prefetch.
 
     Attributes:
+        observers: the observers of this root; set by the root state.
         points: the points at which cases run code of their own.
         backward_hooks: for each unit, the object that calls its backward hooks.
         in_forward: whether a forward of this root is running.
@@ -282,7 +282,7 @@ class IterationState:
         """Completes the reductions and reshards the units.
 
         A unit may still be unsharded here because of an unused prefetch, or because autograd did not reach its
-        parameters. Such a unit is resharded, because the next forward must not use values from before the step.
+        parameters. Such a unit is resharded, unless its policy keeps it.
         """
         for observer in self.observers if self.units else ():
             observer.backward_ends(self)

@@ -13,7 +13,8 @@ of the leaf. Example with two ranks and a flat layout; the dot is padding::
     unsharded      [a a a b b b b .]   --->  its gradient          from all-gather to reshard
 
 A `ParamInfo` describes a module attribute that refers to a parameter. The layout changes the attribute's value over
-time. During compute, the value is the unsharded parameter. Otherwise it is the shard or a placeholder.
+time. While the unit is unsharded, the value is nearly always the unsharded parameter. Otherwise it is the shard or a
+placeholder.
 
 *In torch:* FSDP1 has one variable, ``FlatParameter``, whose ``.data`` is five tensors in turn. FSDP2 has two variables.
 
@@ -176,7 +177,7 @@ class Steps:
 
 
 class Layout(Protocol):
-    """How the parameters of one unit are stored. The only autograd state that a layout changes is its own leaf tensors.
+    """How the parameters of one unit are stored.
 
     Both layouts inherit from this class. Methods without a body differ between the layouts.
     `all_gather` issues work on a communication stream and returns a handle to wait for; see ``comm_streams.py``.

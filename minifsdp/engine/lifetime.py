@@ -1,6 +1,7 @@
 """Rules for reusing memory that two streams use, and the rate limiter.
 
-The memory of an unsharded unit is written on the all-gather stream and read on the compute stream. PyTorch's CUDA
+The memory of a flat unit is written on the all-gather stream and read on the compute stream. In the per-parameter
+layout, this is true of the buffer of an all-gather. PyTorch's CUDA
 allocator returns a block to the stream that allocated it *as soon as Python frees it*, even if the compute stream still
 reads the block. Two mechanisms are needed:
 

@@ -11,15 +11,14 @@ Worked example, ``weight`` of shape (3, 2) and ``bias`` of shape (3,), two ranks
     sorted    w w w w w w . .   b b b .          sorted by parameter: two leaves that autograd owns
 
 Each parameter is a `ShardedParam` with memory in a bucket (``bucket.py``), usually the same for all parameters. The
-layout issues one all-gather for each bucket. The reduction of gradients uses one operator for all buckets:
+layout issues one all-gather for each bucket. The reduction of gradients does not use the buckets:
 
 1. Only parameters that have a gradient take part in the reduction. Frozen ones cost nothing, unlike in a flat layout.
 2. One operator for each mesh splits each gradient like its parameter and sorts the shards by rank.
 3. The result is a bucket of this rank's shards. ``.grad`` of each parameter is a DTensor around its part of the bucket.
 
-Users may replace the registered parameters, with ``load_state_dict(assign=True)``, ``to_empty`` or ``model.to(...)``.
-The layout checks this when an iteration begins, and copies the new values into its buckets, or into new buckets if the
-dtype has changed. An earlier check could find two dtypes in a unit, because modules are converted one by one.
+Users may replace the registered parameters, with ``load_state_dict(assign=True)``, ``to_empty`` or ``model.to(...)``. A
+case copies the new values into the buckets, see ``minifsdp/cases/replaced_parameters.py``.
 
 Trade-off against the flat layout: a copy-out for each all-gather, a sorted copy of the gradients, and DTensors in the
 optimizer. In return, every tensor has a name, and a unit can mix frozen and trainable parameters, or several dtypes.
@@ -108,7 +107,7 @@ class PerParameterLayout(Layout):
         self.use_buckets()
 
     def use_buckets(self) -> None:
-        """Uses the leaves of the buckets, and caches properties of the buckets that are used often."""
+        """Uses and registers the leaves of the buckets, and caches properties of the buckets that are used often."""
         for bucket in self.buckets:
             for param, leaf in zip(bucket.params, bucket.leaves, strict=True):
                 if param.plain_leaf is not leaf:
@@ -256,7 +255,7 @@ class PerParameterLayout(Layout):
         return taken if taken.parts else None
 
     def keep_unreduced(self, gradient: Gradient) -> None:
-        """Accumulates in the reduce dtype. A backward that fails does not change the accumulated gradients."""
+        """Accumulates in the reduce dtype."""
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
             param = self.params[number]
             if param.unreduced is None:
@@ -274,7 +273,7 @@ class PerParameterLayout(Layout):
     ) -> torch.Tensor:
         """2. Splits the gradients and sorts the shards by rank, with zeros as padding."""
         parts = []
-        is_mixed = dtype.is_complex
+        needs_cast = dtype.is_complex
         chunk_numel = 0
         num = self.params[gradient.numbers[0]].num_shards
         for number, part in zip(gradient.numbers, gradient.parts, strict=True):
@@ -282,9 +281,9 @@ class PerParameterLayout(Layout):
             parts.append(
                 part if param.dim == 0 else torch.cat(part.chunk(num, param.dim))
             )
-            is_mixed |= part.dtype is not gradient.parts[0].dtype
+            needs_cast |= part.dtype is not gradient.parts[0].dtype
             chunk_numel += param.chunk_numel
-        if is_mixed:
+        if needs_cast:
             parts = [part.to(dtype) for part in parts]
         packed = torch.empty(num * chunk_numel, dtype=dtype, device=self.device)
         # This operator casts during the copy, so there is no second copy of all gradients.

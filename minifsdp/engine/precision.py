@@ -130,7 +130,7 @@ def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
 def tensors_in(
     value: Any, others: list[torch.Tensor] | None = None
 ) -> Iterator[torch.Tensor]:
-    """Yields every tensor in ``value``, in the order of `map_tensors`.
+    """Yields every tensor in ``value``, in the order of `map_tensors`, and ``batch_sizes`` of a ``PackedSequence``.
 
     Looks inside tuples, lists, dicts and sets, also of a user's class, inside mappings and dataclasses, and inside
     classes that are registered with ``torch.utils._pytree``, for example deques.
@@ -162,5 +162,5 @@ def cast_floating(dtype: torch.dtype, args: Any) -> Any:
 
 
 def move(device: torch.device, args: Any) -> Any:
-    """Copies every tensor in ``args`` to ``device``. The caller may overwrite ``args`` after this function returns."""
+    """Moves every tensor in ``args`` to ``device``. A tensor that is there already is not copied."""
     return map_tensors(lambda t: t.to(device), args)

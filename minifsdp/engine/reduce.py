@@ -24,16 +24,16 @@ is issued, or at the end of backward. More reductions in flight would only wait 
 reducer waits for the reduce-scatter before it packs the next gradient, so that only a shard of the previous gradient is
 in memory. Otherwise two unsharded gradients and a packed copy would be in memory.
 
-On the CPU, a waiting thread is blocked, so only stages 1 to 3 are issued, and the others run at completion. On an
-accelerator, a wait does not block other streams, so all stages are issued at once::
+On the CPU, a waiting thread is blocked, so only the first collective is issued, and the other stages run at completion.
+On an accelerator, a wait does not block other streams, so all stages are issued at once::
 
     compute stream       B2 -----  1 B1 -----------  s 1 w B0 -----------  s 1 w     s, w = wait for the previous
     reduce stream                    2 3                 2 3                         reduce-scatter, and reduction
     all-reduce stream                    4 5 copy            4 5 copy
 
-With replicas, stages 4 and 5 have their own stream; otherwise they run on the reduce stream. With CPU offload, they are
-followed by a copy to pinned memory. The CPU waits once for all copies, at the end of backward. It waits earlier only if
-it reads a gradient, to add it to another gradient or to pass it to hooks.
+On a hybrid mesh, stages 4 and 5 have their own stream; otherwise they run on the reduce stream. With CPU offload, they
+are followed by a copy to pinned memory. The CPU waits once for all copies, at the end of backward. It waits earlier
+only if it reads a gradient, to add it to another gradient or to pass it to hooks.
 
 Memory must not be reused while a stream reads it. `_InFlight` keeps the packed gradient until the compute stream has
 waited for the reduce-scatter, and the inputs of all later stages until it has waited for the last stage.
@@ -77,7 +77,7 @@ class ReducePlan:
         all_reduces: whether to all-reduce over replicas in this backward. If ``False``, adds to `partial` instead.
         overlaps: whether the reduction runs while the next unit's backward computes.
         partial: sum of earlier backwards that was not all-reduced yet, with the numbers of its parameters.
-        computed_in: the dtype of the unsharded parameters when `dtype` was chosen.
+        computed_in: the dtype of the unsharded parameters when `dtype` was chosen; ``None`` until the first forward.
         after: a function of the user, which gets the reduced shard before the layout accepts it.
     """
 
@@ -157,7 +157,7 @@ class Reducer:
 
     @property
     def next_group(self) -> Group | None:
-        """The group of an all-reduce that `finish` will issue for the reduction in flight, if any."""
+        """The group of the all-reduce of the reduction in flight, if any."""
         last = self._in_flight
         # An accelerator has issued it already. A hook replaces it.
         if (
@@ -334,7 +334,6 @@ class Reducer:
             return
         if old.copied is not None:
             if not reads_gradient(old.layout):
-                old.gradient.parts.clear()
                 self._arriving.append((old.layout, old.gradient, old.result))
                 return
             old.copied.synchronize()
@@ -364,7 +363,7 @@ def _has_hooks(layout: Layout) -> bool:
 
 
 def _end(item: _InFlight) -> None:
-    """Stages 4 and 5. The caller has waited for the handle of the earlier stages."""
+    """Stages 4 and 5, the hook of the user, and the copy to the host. The caller has waited for the earlier stages."""
     plan = item.plan
     replicas = item.plan.mesh.replicate
     if plan.hook is None:

@@ -11,10 +11,12 @@ The first forward decides: the unit whose forward runs first, outside of any oth
 The beginning of an iteration does the following, in this order:
 
 1. If the previous iteration ended in an exception (a unit is in forward or a backward never ended), reset every unit.
-2. Accept or reject tensors that users have registered instead of parameters.
+2. Raise an error if a unit has full parameters from ``summon_full_params``.
 3. Make the all-gather stream wait for the compute stream, which has just run the optimizer.
-4. Reshard units whose shard has changed since the all-gather. An example is a step after an evaluation, which leaves
-   the root unsharded. The layout cannot detect a change through ``.data``.
+4. Call the cases, which accept replaced parameters, for example. Reshard units whose shard has changed since the
+   all-gather. An example is a step after an evaluation, which leaves the root unsharded. The layout cannot detect a
+   change through ``.data``.
+
 The end of the outermost forward does one more thing:
 
 5. If no backward can follow, register the sharded parameters on the modules, even where memory is kept. An optimizer
@@ -160,7 +162,7 @@ class RootState:
         return True
 
     def _prepare(self, caller: Unit | None) -> None:
-        """Prepares all units for an iteration; see `begin_forward`."""
+        """Prepares all units for an iteration; see the docstring of the module."""
         # 1. An iteration that ended normally leaves no unit in forward and no backward open.
         if self.iteration.in_backward or Phase.FORWARD in [
             unit.phase for unit in self.units
@@ -225,7 +227,7 @@ class RootState:
         return output
 
     def fail_forward(self) -> None:
-        """Called when the outermost call has raised an error. Resets the units to their state before the forward."""
+        """Called when the outermost call has raised an error. Reshards all units."""
         self.iteration.in_forward = False
         self._thread = 0
         self.iteration.recover()

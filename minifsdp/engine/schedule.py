@@ -1,4 +1,4 @@
-"""Prefetching: which unit is all-gathered next, from the recorded order.
+"""Prefetching in backward: which unit is all-gathered next, from the recorded order.
 
 An all-gather overlaps with compute only if it is issued early. For this, the engine must know the next unit. A model
 does not declare the order of its units, so the engine *records* the order in which units **leave** forward: 0 1 2 3.

@@ -16,11 +16,13 @@ A unit also has a *phase*, the current activity of its module::
 
      IDLE -> FORWARD -> IDLE -> PRE_BACKWARD -> POST_BACKWARD -> IDLE
      POST_BACKWARD -> PRE_BACKWARD   if the module ran twice
+     POST_BACKWARD -> FORWARD        if it ran twice, and its second forward runs again in backward
+     IDLE -> POST_BACKWARD           if the backward ends without a sign of this unit's end
      IDLE -> SUMMONED -> IDLE        only FullyShardedDataParallel: the user reads the full parameters, and modules can
                                      run a forward with them
 
 The state describes memory, and the phase describes the module. They are independent. Between forward and backward, a
-unit with ``SHARD_GRAD_OP`` is UNSHARDED and IDLE, and one with ``FULL_SHARD`` is SHARDED and IDLE.
+unit with ``reshard_after_forward=False`` is UNSHARDED and IDLE, and one with ``True`` is SHARDED and IDLE.
 
 There is no flag for "was prefetched" or "needs an all-gather". A prefetch is a call of ``unshard`` by the hooks of
 another unit. If a unit is not SHARDED, ``unshard`` does nothing.
@@ -76,7 +78,8 @@ class UnitPolicy:
             of a case that counts as true.
         reshard_after_backward: reshard after a backward.
         unshards_in_backward: whether backward needs the parameters.
-        prefetch_in_forward, prefetch_in_backward: units to prefetch after this one; ``None`` uses the schedule.
+        prefetch_in_forward: units to prefetch after this one; ``None`` for none.
+        prefetch_in_backward: units to prefetch after this one; ``None`` uses the schedule.
         reduces: whether the next backward ends in a reduction.
     """
 
@@ -113,7 +116,7 @@ class Unit(Generic[LayoutT]):
     """A group of parameters that is all-gathered, resharded and reduced together.
 
     Args:
-        module: the module whose forward uses the parameters.
+        module: the module whose forward uses the parameters; the first one of a list of modules.
         layout: how the unit's parameters are stored.
         plans: how the unit's gradients are reduced; one plan for each mesh over which parameters are sharded.
         policy: the initial policy.
@@ -125,7 +128,8 @@ class Unit(Generic[LayoutT]):
         uses: its forwards and its backward in this iteration.
         inner: the units inside this unit's module.
         root: the root state, which has the communication streams, the rate limiter and the cases; ``None`` until a
-            forward of the unit, or of a module around it, begins. Until then, the unit stays sharded.
+            forward of the unit, or of a module around it, begins, or a method such as ``unshard`` is called. Until
+            then, the unit stays sharded.
         is_held: whether a case, or a graph of gradients, needs the unsharded parameters. The unit then stays unsharded
             until the end of the backward that computes its gradients.
     """

@@ -95,6 +95,7 @@ def fully_shard(
     """
     shardable.check_options(
         mesh=mesh,
+        reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
         mp_policy=mp_policy,
         offload_policy=offload_policy,

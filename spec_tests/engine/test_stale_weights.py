@@ -20,7 +20,7 @@ from spec_tests.engine.kinds import shard
 from spec_tests.harness import device, ranks
 from spec_tests.harness.programs import output_of_ranks
 from spec_tests.models.running import Wire
-from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy
+from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, fully_shard
 
 Parameters = Iterable[nn.Parameter]
 
@@ -305,3 +305,25 @@ def test_a_step_counts_for_a_model_that_was_added_to_its_optimizer_later(kind: s
         optimizer.step()
         results.append(evaluate(added))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.spec("FRESH-04")
+@ranks(2)
+def test_a_step_before_the_first_forward_with_replaced_parameters_hides_no_later_step() -> None:
+    with torch.device("meta"):
+        model: Any = fully_shard(nn.Linear(4, 4))
+    values = {name: torch.ones_like(value, device=device()) for name, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+    parameters: list[Any] = list(model.parameters())
+    optimizer = torch.optim.Adam(parameters, lr=0.5, fused=True)
+    # As torch's `get_optimizer_state_dict` does, to create the state.
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    model.set_reshard_after_backward(False)
+    x = torch.ones(1, 4, device=device())
+    model(x).sum().backward()
+    optimizer.step()
+    weight, bias = (parameter.full_tensor() for parameter in parameters)
+    torch.testing.assert_close(model(x), x @ weight.T + bias)

@@ -409,8 +409,11 @@ def test_pending_unshard_on_smaller_mesh_is_correct_after_a_change_of_settings(i
 @pytest.mark.parametrize("number", [0, 3, -2, 8])
 @ranks(4)
 def test_a_number_that_does_not_divide_the_ranks_is_refused(number: int) -> None:
+    model = seeded()
     with pytest.raises(ValueError, match=str(number)):
-        fully_shard(seeded(), reshard_after_forward=number)
+        fully_shard(model, reshard_after_forward=number)
+    # Nothing has changed, so a right number works.
+    iterate(fully_shard(model, reshard_after_forward=2))
 
 
 @pytest.mark.spec("NEW-05")

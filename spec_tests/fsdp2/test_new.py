@@ -516,9 +516,11 @@ def test_the_error_without_dimensions_names_both_arguments() -> None:
 
 @pytest.mark.spec("NEW-05", "ORIG-16")
 @ranks(2)
-def test_after_an_error_for_the_number_of_ranks_a_second_call_names_the_parameter() -> None:
+def test_an_error_for_the_number_of_ranks_leaves_the_module_as_it_was() -> None:
     layer = nn.Linear(4, 4, device=device())
+    weight = layer.weight
     with pytest.raises(ValueError, match="reshard_after_forward"):
         subject.fully_shard(layer, reshard_after_forward=3)
-    with pytest.raises(ValueError, match="already belongs to another unit"):
-        subject.fully_shard(layer)
+    assert type(layer) is nn.Linear
+    assert layer.weight is weight
+    subject.fully_shard(layer)

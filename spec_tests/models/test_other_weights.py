@@ -217,6 +217,16 @@ def test_changes_that_differ_only_between_replicas_are_refused_on_every_rank(kin
 
 
 @pytest.mark.spec("PROG-44")
+@ranks(2)
+def test_the_first_of_two_modules_with_equal_names_is_compared_as_well() -> None:
+    model = nn.Sequential(Book(differs=True), Book())
+    fully_shard([model[0], model[1]])
+    fully_shard(model)
+    with pytest.raises(RuntimeError, match="changed in place while they were unsharded"):
+        model(batch())
+
+
+@pytest.mark.spec("PROG-44")
 @pytest.mark.parametrize("kind", ["flat one unit", "original one unit"])
 @ranks(2)
 def test_a_change_of_one_of_several_views_is_refused_with_the_remedy(kind: str) -> None:

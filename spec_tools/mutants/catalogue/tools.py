@@ -149,6 +149,6 @@ MUTANTS = [
         "names-in-pictures-are-not-escaped",
         "SAVE-09",
         "A name of a module is markup in the picture of a timeline.",
-        replace("svg", "str(picture)", 'str(picture).replace("&lt;", "<")'),
+        replace("_Sheet.text", "_SHAPES.lines(...)", 'str(_SHAPES.lines(...)).replace("&lt;", "<")'),
     ),
 ]
