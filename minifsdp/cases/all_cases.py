@@ -15,7 +15,6 @@ from minifsdp.cases.graph_of_gradients import GraphOfGradients
 from minifsdp.cases.inner_backward import InnerBackward
 from minifsdp.cases.newest_node import NewestNode
 from minifsdp.cases.optimizer_steps import count_together
-from minifsdp.cases.parameter_settings import ParameterSettings
 from minifsdp.cases.replaced_parameters import ReplacedParameters
 from minifsdp.cases.requested_parameters import RequestedParameters
 from minifsdp.cases.returned_parameters import ReturnedParameters
@@ -27,7 +26,6 @@ CASES: tuple[Case, ...] = (
     # The functions at one point run in this order.
     count_together,
     ReplacedParameters,
-    ParameterSettings,
     WrittenWeights,
     InnerBackward,
     ChangedParameters,

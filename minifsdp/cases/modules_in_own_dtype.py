@@ -26,7 +26,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from minifsdp.engine.precision import cast_floating, tensors_in
+from minifsdp.cases.containers import cast_floating
+from minifsdp.engine.precision import tensors_in
 
 
 @dataclass

@@ -17,7 +17,8 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd.graph import get_gradient_edge
 
-from minifsdp.engine.precision import map_tensors, tensors_in
+from minifsdp.cases.containers import map_tensors
+from minifsdp.engine.precision import tensors_in
 
 
 def through_nodes(

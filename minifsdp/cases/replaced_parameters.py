@@ -125,6 +125,9 @@ def _update_buckets(layout: PerParameterLayout, *, is_edited: bool) -> None:
             f"{name} ({local_shard.device})" for name, local_shard in devices
         )
         raise RuntimeError(message("converted-apart", parameters=parameters))
+    for bucket in layout.buckets:
+        # Not from the larger shards of a smaller mesh, which have the values from before.
+        bucket.gather_from(None)
     # From now on the values stay on the device that the user chose.
     layout.options = replace(layout.options, offload=False)
     buckets = assign_to_buckets(

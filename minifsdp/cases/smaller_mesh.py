@@ -186,6 +186,13 @@ def mesh_after_forward(unit: Unit) -> SmallerMesh | None:
     return chosen if isinstance(chosen, SmallerMesh) else None
 
 
+def leave_smaller_mesh(unit: Unit) -> None:
+    """Makes the next all-gather of ``unit`` read the optimizer's shards again, and releases larger shards."""
+    mesh = mesh_after_forward(unit)
+    if mesh is not None:
+        mesh.end()
+
+
 def _registered(
     param: ShardedParam, mesh: DeviceMesh, local_shard: torch.Tensor
 ) -> nn.Parameter:

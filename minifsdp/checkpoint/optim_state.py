@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from minifsdp.cases.containers import move
 from minifsdp.checkpoint import tensors
 from minifsdp.checkpoint.codec import (
     NamedOptimizer,
@@ -168,7 +169,8 @@ def _facts_of_all_ranks(
     mine = [facts.get(source.owners[name]) for name in source.unit_of]
     # Replicas have equal shards, so the facts of this rank's shard group are enough.
     by_rank = exchange(
-        groups_of(MeshGroups(unit.mesh.shard, None) for unit in source.units), mine
+        groups_of(MeshGroups(unit.mesh.shard, None) for unit in source.units),
+        move(torch.device("cpu"), mine),
     )
     merged: Facts = {}
     problems: list[str] = []

@@ -37,10 +37,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from minifsdp.cases.containers import map_tensors, move
 from minifsdp.engine import collectives
 from minifsdp.engine.exchange import call
 from minifsdp.engine.mesh import Group, MeshGroups
-from minifsdp.engine.precision import map_tensors, move
 from minifsdp.engine.shards import local_tensor, shard_of, shard_range, shard_shape
 
 T = TypeVar("T")

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from minifsdp.checkpoint import tensors
 from minifsdp.checkpoint.codec import NamedOptimizer, UnitCodec
@@ -23,7 +24,6 @@ from minifsdp.checkpoint.facts import Facts, PerElement, facts_given, tensors_in
 from minifsdp.checks import agreement, state_dicts
 from minifsdp.checks.details import detail
 from minifsdp.engine.mesh import Group
-from minifsdp.engine.precision import map_tensors
 
 
 def refuse_misfit(target: NamedOptimizer, given: Any, groups: Sequence[Group]) -> None:
@@ -249,8 +249,16 @@ def differences(
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two values for a whole parameter are equal; they may be lists or dicts of tensors."""
-    return bool(map_tensors(_comparable, one) == map_tensors(_comparable, other))
+    mine, shape = tree_flatten(one)
+    theirs, other_shape = tree_flatten(other)
+    return shape == other_shape and all(map(_equal, mine, theirs))
 
 
-def _comparable(tensor: torch.Tensor) -> Any:
-    return tensor.dtype, tensor.shape, tensor.tolist()
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return one.dtype is other.dtype and torch.equal(one, other)
+    return (
+        not isinstance(one, torch.Tensor)
+        and not isinstance(other, torch.Tensor)
+        and bool(one == other)
+    )

@@ -29,7 +29,7 @@ from minifsdp.engine import collectives
 from minifsdp.engine.events import events
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import rank_of_this_process
-from minifsdp.engine.precision import move
+from minifsdp.engine.precision import map_tensors
 
 T = TypeVar("T")
 # The accelerator of the last model over each process group.
@@ -119,7 +119,7 @@ def exchange(groups: Sequence[Group], mine: T) -> dict[int, T]:
     """
     # A tensor of an accelerator would arrive on the accelerator with the same index, which belongs to another rank.
     known = {
-        rank_of_this_process(): move(torch.device("cpu"), mine) if groups else mine
+        rank_of_this_process(): map_tensors(torch.Tensor.cpu, mine) if groups else mine
     }
     for group in groups:
         others: list[Any] = [None] * group.size

@@ -213,7 +213,14 @@ class PerParameterLayout(Layout):
         self.register(self.sharded_params)
 
     def register(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Registers one tensor for each parameter on the modules."""
+        """Registers tensors on the modules. Leaves and optimizer's parameters agree about gradients and hooks."""
+        for param in self.params:
+            # The user has changed `requires_grad` since then.
+            is_trained = param.parameter.requires_grad
+            if not param.leaf.requires_grad is is_trained is param.is_trained:
+                param.toggle_requires_grad()
+            if param.leaf._backward_hooks is not param.parameter._backward_hooks:
+                param.share_tensor_hooks()
         self.registered = tensors
         for dictionary, attribute, index in self.attributes:
             dictionary[attribute.name] = tensors[index]  # type: ignore[assignment]

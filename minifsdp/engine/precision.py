@@ -24,13 +24,10 @@ Inputs are cast as well, but only floating-point tensors. A token ID that is rou
 Spec: MP-02 to MP-17, DEV-08, STREAM-13.
 """
 
-import copy
-import copyreg
 import dataclasses
-import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -61,48 +58,37 @@ class Precision:
         return torch.promote_types(chosen, computed) if computed.is_complex else chosen
 
 
-def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
-    """Applies ``function`` to every tensor in ``value``, inside nested containers, see `tensors_in`.
+def map_tensors(
+    function: Callable[[torch.Tensor], torch.Tensor],
+    value: Any,
+    others: Callable[[Any], Any] = lambda value: value,
+) -> Any:
+    """Applies ``function`` to every tensor in nested tuples, lists and dicts, and returns new ones of the same types.
 
-    Returns new containers of the same types, and does not change the caller's containers. A tuple, list or dict is
-    always new. A container of another class is only new if a tensor in it has changed. Objects that are neither a
-    tensor nor a container are returned unchanged.
+    Args:
+        function: called with each tensor.
+        value: a tensor, a container, or another object.
+        others: called with every other object, for example a container of another class, see ``cases/containers.py``.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
     if isinstance(value, PackedSequence):
         # `batch_sizes` must stay on the CPU.
         data, order, inverse = (
-            map_tensors(function, value[index]) for index in (0, 2, 3)
+            map_tensors(function, value[index], others) for index in (0, 2, 3)
         )
         return type(value)(data, value.batch_sizes, order, inverse)
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, item) for item in value))
+        return type(value)(*(map_tensors(function, item, others) for item in value))
     if type(value) in (tuple, list):
-        return type(value)([map_tensors(function, item) for item in value])
+        return type(value)([map_tensors(function, item, others) for item in value])
     if type(value) is dict:
-        return {key: map_tensors(function, item) for key, item in value.items()}
-    opened = _opened(value)
-    if opened is None:
-        return value
-    parts, rebuild = opened
-    # Some containers store a tensor twice, for example as an item and as an attribute.
-    results = {id(tensor): function(tensor) for tensor in tensors_in(parts)}
-    mapped = map_tensors(lambda tensor: results[id(tensor)], parts)
-    # The module may change the container, as a cache does. The caller only finds changes in the same object.
-    is_same = all(map(operator.is_, tensors_in(parts), tensors_in(mapped)))
-    return value if is_same else rebuild(mapped)
+        return {key: map_tensors(function, item, others) for key, item in value.items()}
+    return others(value)
 
 
-class _Recipe(tuple[Any, ...]):
-    """What ``__reduce_ex__`` returns. ``copy.copy`` of it creates the object."""
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> tuple[Any, ...]:
-        return tuple(self)
-
-
-def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """The parts of a container that is not a tuple, list or dict, and a function that rebuilds it from such parts.
+def parts_of(value: Any) -> tuple[dict[Any, Any], dict[str, Any], Any] | None:
+    """The items and the attributes of a container that is not a tuple, list or dict, and its pytree spec.
 
     Returns:
         ``None`` for an object that is not a container.
@@ -111,20 +97,26 @@ def _opened(value: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
         return None
     # Opens one level.
     items, spec = tree_flatten(value, is_leaf=lambda item: item is not value)
+    attributes = getattr(value, "__dict__", {})
     if not spec.is_leaf():
-        return items, spec.unflatten
-    is_container = isinstance(value, (Mapping, tuple, list, set, frozenset))
-    if isinstance(value, type) or not (is_container or dataclasses.is_dataclass(value)):
-        return None
-    # As `copy.copy` does: the arguments of a function that creates the object, its attributes, and its items.
-    create, *parts = value.__reduce_ex__(4)
-    if isinstance(value, dict):
-        # The constructor of a subclass can have any arguments.
-        attributes = getattr(value, "__dict__", None)
-        create = copyreg.__newobj__  # type: ignore[attr-defined]
-        parts = [(type(value),), attributes, None, iter(value.items())]
-    parts = [list(part) if isinstance(part, Iterator) else part for part in parts]
-    return parts, lambda mapped: copy.copy(_Recipe((create, *mapped)))
+        return dict(enumerate(items)), {}, spec
+    if isinstance(value, Mapping):
+        # Some mappings store each item a second time, as an attribute.
+        return (
+            dict(value.items()),
+            {name: item for name, item in attributes.items() if name not in value},
+            spec,
+        )
+    if isinstance(value, (tuple, list, set, frozenset)):
+        return dict(enumerate(value)), dict(attributes), spec
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = (field.name for field in dataclasses.fields(value))
+        return (
+            {},
+            {name: getattr(value, name) for name in names if hasattr(value, name)},
+            spec,
+        )
+    return None
 
 
 def tensors_in(
@@ -146,21 +138,8 @@ def tensors_in(
     ):
         for item in value.values() if type(value) is dict else value:
             yield from tensors_in(item, others)
-    elif (opened := _opened(value)) is not None:
-        for tensor in tensors_in(opened[0]):
+    elif (parts := parts_of(value)) is not None:
+        for tensor in tensors_in(parts[:2]):
             if others is not None:
                 others.append(tensor)
             yield tensor
-
-
-def cast_floating(dtype: torch.dtype, args: Any) -> Any:
-    """Casts every floating-point tensor in ``args`` to ``dtype``. Other values are unchanged."""
-    return map_tensors(
-        lambda t: t.to(dtype) if t.is_floating_point() and t.dtype is not dtype else t,
-        args,
-    )
-
-
-def move(device: torch.device, args: Any) -> Any:
-    """Moves every tensor in ``args`` to ``device``. A tensor that is there already is not copied."""
-    return map_tensors(lambda t: t.to(device), args)

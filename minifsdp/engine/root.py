@@ -154,8 +154,12 @@ class RootState:
         if self.iteration.in_forward or graph_task() != NOT_IN_BACKWARD:
             # A forward inside another forward, or a recomputation during backward, does not begin an iteration.
             return False
-        self._prepare(caller)
         self._thread = get_ident()
+        try:
+            self._prepare(caller)
+        except BaseException:
+            self._thread = 0
+            raise
         self.iteration.in_forward = True
         self._caller = caller
         self.iteration.num_forwards += 1

@@ -202,6 +202,19 @@ class ShardedParam:
             # The model was converted, so convert this gradient as well.
             self.unreduced = self.unreduced.to(reduce_dtype)
 
+    def toggle_requires_grad(self) -> None:
+        """Called after the user changed ``requires_grad`` of `parameter` or `leaf`. Updates the other tensor."""
+        self.is_trained = not self.is_trained
+        self.leaf.requires_grad_(self.is_trained)
+        self.parameter.requires_grad_(self.is_trained)
+
+    def share_tensor_hooks(self) -> None:
+        """Called after the user registered the first hook of `parameter` or `leaf`. Autograd calls those of `leaf`."""
+        if self.parameter._backward_hooks is None:
+            self.parameter._backward_hooks = self.leaf._backward_hooks
+        else:
+            self.leaf._backward_hooks = self.parameter._backward_hooks
+
     def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Converts the gradient of the unsharded parameter to the gradient of the tensor that is sharded here."""
         if isinstance(gradient, DTensor):

@@ -1,7 +1,7 @@
 """``forward_prefetch=True``: forward prefetches the next unit, in the order of the first iteration.
 
 A model does not declare the order of its units. So the first iteration only records in which order the units enter
-forward. At its end, the policy of each unit gets the next one as the unit to prefetch.
+forward. It ends with its first backward. Later, each unit prefetches the one that entered after it.
 
 Worked example, a root R around 0 and 1::
 
@@ -16,7 +16,6 @@ stay correct, and a warning names the first unit that runs in another place.
 Spec: PREF-11, PREF-12, PREF-13.
 """
 
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -34,34 +33,51 @@ class ForwardOrder:
     """
 
     def __init__(self, root_state: RootState) -> None:
+        self._units = root_state.units
         self._order: dict[Unit[Any], int] = {}
         self._is_first_iteration = True
         self._position = 0
         self._has_warned = False
-        root_state.iteration.points.backward_ends.append(self._backward_ends)
+        points = root_state.iteration.points
+        points.forward_begins.append(self._forward_begins)
+        points.backward_ends.append(self._backward_ends)
 
     def enter(self, unit: Unit[Any]) -> None:
-        """Called when a unit begins a forward. Only a forward that autograd records counts."""
+        """Called before a forward of a unit: chooses the unit that it prefetches.
+
+        Only a forward that autograd records has a position in the order, and prefetches.
+        """
         is_again = unit.phase in (Phase.PRE_BACKWARD, Phase.SUMMONED)
-        if is_again or not torch.is_grad_enabled():
-            return
+        is_counted = not is_again and torch.is_grad_enabled()
+        following = self._next(unit) if is_counted else ()
+        if unit.policy.prefetch_in_forward != following:
+            unit.update_policy(prefetch_in_forward=following)
+
+    def _next(self, unit: Unit[Any]) -> tuple[Unit[Any], ...]:
         if self._is_first_iteration:
             self._order.setdefault(unit, len(self._order))
-            return
+            return ()
         position = self._order.get(unit)
+        units = list(self._order)
         is_other = position is None or position > self._position
         if is_other and not self._has_warned:
             self._has_warned = True
-            names = [one.name for one in self._order]
-            expected = [*names, "none"][self._position]
+            expected = [*(one.name for one in units), "none"][self._position]
             warn(message("changed-order", unit=unit.name, expected=expected))
-        if position is not None:
-            self._position = max(self._position, position + 1)
+        if position is None:
+            return ()
+        self._position = max(self._position, position + 1)
+        return tuple(units[position + 1 : position + 2])
+
+    def _forward_begins(self) -> None:
+        if not any(unit.uses.awaits_backward for unit in self._units):
+            # The last iteration has ended, or an exception has ended it. Then its order is incomplete.
+            self._position = 0
+            if self._is_first_iteration:
+                self._order.clear()
 
     def _backward_ends(self) -> bool:
-        self._position = 0
-        if self._is_first_iteration and self._order:
+        if self._order:
             self._is_first_iteration = False
-            for unit, next_one in pairwise(self._order):
-                unit.update_policy(prefetch_in_forward=(next_one,))
+        self._position = 0
         return False

@@ -53,6 +53,7 @@ from minifsdp.cases import (
     sparse_gradients,
 )
 from minifsdp.cases.all_cases import CASES
+from minifsdp.cases.containers import cast_floating, move
 from minifsdp.cases.optimizer_steps import optimizer_steps
 from minifsdp.checks import arguments, ownership
 from minifsdp.checks.arguments import warn_renamed
@@ -62,7 +63,7 @@ from minifsdp.engine.flat_params import is_flattened
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.lifetime import outside_inference_mode
 from minifsdp.engine.messages import message
-from minifsdp.engine.precision import Precision, cast_floating, move
+from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import Phase, Unit, UnitPolicy, modules_of_unit
@@ -311,6 +312,8 @@ class Wrapper(nn.Module):
                 )
             elif is_outermost_call:
                 root_state.iteration.watch(output)
+            if is_outermost_call:
+                output = root_state.end_forward(output)
         except BaseException as error:
             if is_outermost_call:
                 root_state.fail_forward()
@@ -321,12 +324,11 @@ class Wrapper(nn.Module):
                     message("changed-in-flat", unit=unit.name)
                 ) from error
             raise
-        if is_outermost_call:
-            output = root_state.end_forward(output)
-            if self._full_precision_in_eval and not torch.is_grad_enabled():
-                full_precision_evaluation.choose_precision(
-                    Wrapper.fsdp_modules(self), for_backward=True
-                )
+        is_evaluation = is_outermost_call and not torch.is_grad_enabled()
+        if is_evaluation and self._full_precision_in_eval:
+            full_precision_evaluation.choose_precision(
+                Wrapper.fsdp_modules(self), for_backward=True
+            )
         return output
 
     def _prepare_inputs(

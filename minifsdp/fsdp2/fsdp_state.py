@@ -33,6 +33,7 @@ import torch
 from torch import nn
 
 from minifsdp.cases.all_cases import CASES
+from minifsdp.cases.containers import cast_floating, move
 from minifsdp.cases.manual_finalization import manual_of
 from minifsdp.cases.smaller_mesh import SmallerMeshes
 from minifsdp.cases.torch_attributes import TorchAttributes
@@ -40,7 +41,6 @@ from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.hooks import IterationState
 from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
-from minifsdp.engine.precision import cast_floating, move
 from minifsdp.engine.root import RootState
 from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.engine.unit import Phase, Unit

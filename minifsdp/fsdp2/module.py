@@ -29,7 +29,7 @@ from minifsdp.cases.ddp_around import RefusesDDP
 from minifsdp.cases.hook_streams import on_stream
 from minifsdp.cases.manual_finalization import ManualFinalization
 from minifsdp.cases.replaced_parameters import accept_changes
-from minifsdp.cases.smaller_mesh import mesh_after_forward
+from minifsdp.cases.smaller_mesh import leave_smaller_mesh
 from minifsdp.cases.unsupported_methods import UnsupportedMethods, without_methods
 from minifsdp.checks.arguments import (
     FACTOR,
@@ -124,6 +124,7 @@ class FSDPModule(ManualFinalization, RefusesDDP, UnsupportedMethods):
         """Frees the unsharded parameters of this module's unit, without inner units (FS2-19)."""
         if (unit := self._get_fsdp_state().unit) is not None:
             unit.reshard()
+            leave_smaller_mesh(unit)
 
     def reset_iter_state(self) -> None:
         """Resets the state after an exception interrupted an iteration (NEW-15). Call it on the root module.
@@ -230,10 +231,8 @@ class FSDPModule(ManualFinalization, RefusesDDP, UnsupportedMethods):
         for state in _states(self, recurse):
             state.reshard_after_forward = reshard_after_forward
         for unit in _units(self, recurse):
-            mesh = mesh_after_forward(unit)
-            if mesh is not None:
-                # Release the larger shards of this iteration. No other code would release them.
-                mesh.end()
+            # Release the larger shards of this iteration. No other code would release them.
+            leave_smaller_mesh(unit)
             unit.update_policy(reshard_after_forward=reshard_after_forward)
 
     def set_reshard_after_backward(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from spec_tests.checkpoint.checkpoints import (
     trained,
     wrapped,
 )
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 from spec_tests.models.sharding import HYBRID_SHARD, NO_SHARD, grid
 from spec_tests.subject import (
     FullOptimStateDictConfig,
@@ -335,3 +336,19 @@ def test_optimizer_from_before_wrapping_is_refused_on_all_ranks() -> None:
         with pytest.raises(ValueError, match=r"rank 1: .*not parameters of the model.*after wrapping"):
             call()
     assert FSDP.optim_state_dict(model, right)["state"]
+
+
+@pytest.mark.spec("OSD-08")
+@pytest.mark.parametrize("keep", [False, True])
+@ranks(2)
+def test_a_state_may_be_a_container_of_tensors(keep: bool) -> None:
+    model = FSDP(torch.nn.Linear(2, 2).to(device()), use_orig_params=keep, device_id=device())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2, device=device())).sum().backward()
+    optimizer.step()
+    for parameter, state in optimizer.state.items():
+        state["history"] = deque([torch.ones(2, device=parameter.device)], maxlen=3)
+    found = FSDP.optim_state_dict(model, optimizer)["state"]
+    histories = [state["history"] for state in found.values() if "history" in state]
+    assert histories
+    assert all(list(map(torch.Tensor.tolist, history)) == [[1.0, 1.0]] for history in histories)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence
 
-from minifsdp.engine.precision import cast_floating, map_tensors, move, tensors_in
+from minifsdp.cases.containers import cast_floating, map_tensors, move
+from minifsdp.engine.precision import tensors_in
 
 Pair = namedtuple("Pair", "left right")
 
@@ -113,6 +115,60 @@ def test_a_mapping_with_a_constructor_of_its_own_keeps_its_class_and_its_attribu
     assert mapped["logits"].tolist() == [2, 2]
     assert output["logits"].tolist() == [1, 1]
     assert map_tensors(lambda t: t + 1, UserDict(a=torch.ones(1)))["a"].tolist() == [2]
+
+
+class AttributeDict(dict[str, Any]):
+    """A dict whose attributes are its items."""
+
+    def __init__(self, *args: Any, **items: Any) -> None:
+        super().__init__(*args, **items)
+        self.__dict__ = self
+
+
+class Refuses(dict[str, Any]):
+    """A dict that cannot be pickled."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError("not with pickle")
+
+
+class Forgets(UserDict[str, Any]):
+    """A mapping whose pickle has no ``extra``."""
+
+    extra = 0
+
+    def __getstate__(self) -> Any:
+        return {"data": self.data}
+
+
+class Two(tuple[Any, ...]):
+    """A tuple with a constructor of its own."""
+
+    def __new__(cls, first: Any, second: Any) -> Two:
+        return super().__new__(cls, (first, second))
+
+
+@pytest.mark.pure
+@pytest.mark.spec("DEV-08")
+def test_containers_that_cannot_be_pickled_or_refer_to_themselves_are_rebuilt() -> None:
+    def plus_one(value: Any) -> Any:
+        return map_tensors(lambda tensor: tensor + 1, value)
+
+    one = torch.ones(1)
+    batch = Batch(one, "a", [])
+    batch.again = batch
+    assert plus_one(batch).values.item() == 2
+    assert plus_one(AttributeDict(x=one))["x"].item() == 2
+    assert plus_one(MappingProxyType({"x": one}))["x"].item() == 2
+    assert plus_one(Refuses(x=one))["x"].item() == 2
+    forgets = Forgets(x=one)
+    forgets.extra = 1
+    assert (plus_one(forgets)["x"].item(), plus_one(forgets).extra) == (2, 1)
+    pair = plus_one(Two(one, one))
+    assert (type(pair), pair[1].item()) == (Two, 2)
+    # An attribute that is no field is not an input.
+    batch.more = one
+    assert plus_one(batch).more is one
 
 
 @pytest.mark.pure

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from minifsdp.cases.containers import move
 from minifsdp.cases.replaced_parameters import accept_changes
 from minifsdp.engine.bucket import Bucket
 from minifsdp.engine.comm_streams import CommStream, CommStreams
@@ -18,7 +19,7 @@ from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.flat_params import assign_gradient
 from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.mesh import Group, MeshGroups
-from minifsdp.engine.precision import Precision, move
+from minifsdp.engine.precision import Precision
 from minifsdp.engine.reduce import reads_gradient
 from minifsdp.engine.sharded_param import Options
 from minifsdp.engine.shards import shard_of

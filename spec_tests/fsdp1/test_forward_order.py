@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from minifsdp.engine.extension_points import ExtensionPoints
-from minifsdp.engine.unit import Phase
+from minifsdp.engine.unit import Phase, UnitPolicy, Uses
 from minifsdp.fsdp1.forward_order import ForwardOrder
 
 
@@ -20,11 +21,11 @@ class Named:
     """A unit with only the attributes that the order uses."""
 
     def __init__(self, name: str) -> None:
-        self.name, self.phase = name, Phase.IDLE
-        self.prefetched: tuple[Any, ...] | None = None
+        self.name, self.phase, self.uses = name, Phase.IDLE, Uses()
+        self.policy = UnitPolicy(reshard_after_forward=True)
 
-    def update_policy(self, *, prefetch_in_forward: tuple[Any, ...]) -> None:
-        self.prefetched = prefetch_in_forward
+    def update_policy(self, **changes: Any) -> None:
+        self.policy = replace(self.policy, **changes)
 
     def __repr__(self) -> str:
         return self.name
@@ -38,27 +39,44 @@ class Root:
     """A root state with an order, and its iterations."""
 
     def __init__(self) -> None:
-        self.points = ExtensionPoints()
-        root_state: Any = SimpleNamespace(iteration=SimpleNamespace(points=self.points))
+        self.points, self.units = ExtensionPoints(), list[Any]()
+        root_state: Any = SimpleNamespace(units=self.units, iteration=SimpleNamespace(points=self.points))
         self.order = ForwardOrder(root_state)
 
-    def iterate(self, *order: Any) -> None:
-        """Runs one iteration in which the units run one after the other."""
+    def forward(self, *order: Any) -> list[Any]:
+        """Runs the units one after the other. Returns the unit that each of them prefetches, or None."""
+        for extend in self.points.forward_begins:
+            extend()
+        found = []
         for unit in order:
             self.order.enter(unit)
+            found.append(next(iter(unit.policy.prefetch_in_forward or ()), None))
+            unit.uses.awaits_backward = torch.is_grad_enabled()
+            self.units.append(unit)
+        return found
+
+    def backward(self) -> None:
+        for unit in self.units:
+            unit.uses.awaits_backward = False
         assert [extend() for extend in self.points.backward_ends] == [False]
+
+    def fail(self) -> None:
+        """An exception ends the iteration."""
+        for unit in self.units:
+            unit.uses.awaits_backward = False
 
 
 def recorded(*order: Any) -> Root:
     root = Root()
-    root.iterate(*order)
+    assert root.forward(*order) == [None] * len(order), "the first iteration only records"
+    root.backward()
     return root
 
 
-def assert_silent(root: Root, *order: Any) -> None:
+def silently(root: Root, *order: Any) -> list[Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        root.iterate(*order)
+        return root.forward(*order)
 
 
 @pytest.mark.pure
@@ -67,8 +85,9 @@ def test_order_of_the_first_iteration_stays_permanently() -> None:
     a, b, c = units(3)
     root = recorded(a, b, c)
     with pytest.warns(UserWarning, match="runs where"):
-        root.iterate(c, b, a)
-    assert [a.prefetched, b.prefetched, c.prefetched] == [(b,), (c,), None]
+        root.forward(c, b, a)
+    root.backward()
+    assert root.forward(a, b, c) == [b, c, None]
 
 
 @pytest.mark.pure
@@ -76,19 +95,23 @@ def test_order_of_the_first_iteration_stays_permanently() -> None:
 def test_iteration_without_units_is_not_the_first() -> None:
     a, b = units(2)
     root = recorded()
-    root.iterate(a, b)
-    assert a.prefetched == (b,)
+    root.forward(a, b)
+    root.backward()
+    assert root.forward(a, b) == [b, None]
 
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-12")
-def test_an_evaluation_records_nothing() -> None:
-    a, b, c = units(3)
+def test_an_evaluation_records_and_prefetches_nothing() -> None:
+    a, b = units(2)
     root = Root()
     with torch.no_grad():
-        root.iterate(c, b, a)
-    root.iterate(a, b, c)
-    assert [a.prefetched, b.prefetched, c.prefetched] == [(b,), (c,), None]
+        root.forward(b, a)
+    root.forward(a, b)
+    root.backward()
+    with torch.no_grad():
+        assert silently(root, b, a) == [None, None]
+    assert silently(root, a, b) == [b, None]
 
 
 @pytest.mark.pure
@@ -96,26 +119,48 @@ def test_an_evaluation_records_nothing() -> None:
 @pytest.mark.parametrize("phase", [Phase.PRE_BACKWARD, Phase.SUMMONED])
 def test_a_forward_that_runs_again_in_backward_and_one_with_full_parameters_record_nothing(phase: Phase) -> None:
     a, b = units(2)
-    b.phase = phase
     root = Root()
-    root.order.enter(b)
+    b.phase = phase
+    root.forward(b)
+    root.fail()
     b.phase = Phase.IDLE
-    root.iterate(a, b)
-    assert [a.prefetched, b.prefetched] == [(b,), None]
+    root.forward(a, b)
+    root.backward()
+    assert root.forward(a, b) == [b, None]
 
 
 @pytest.mark.pure
 @pytest.mark.spec("PREF-12", "PREF-13")
-@pytest.mark.parametrize(("calls", "expected"), [("aabb", {"a": "b"}), ("abac", {"a": "b", "b": "c"})])
-def test_unit_called_twice_keeps_the_successor_of_its_first_call_without_warning(
-    calls: str, expected: dict[str, str]
-) -> None:
+def test_an_iteration_that_an_exception_ends_leaves_no_order_and_no_position() -> None:
+    a, b, c = units(3)
+    root = Root()
+    root.forward(c, a)
+    root.fail()
+    root.forward(a, b, c)
+    root.backward()
+    assert silently(root, a, b) == [b, c]
+    root.fail()
+    assert silently(root, a, b, c) == [b, c, None]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("PREF-12")
+def test_two_forwards_before_a_backward_are_one_iteration() -> None:
+    a, b, c = units(3)
+    root = Root()
+    root.forward(a, b)
+    root.forward(c)
+    root.backward()
+    assert root.forward(a, b) == [b, c]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("PREF-12", "PREF-13")
+@pytest.mark.parametrize(("calls", "expected"), [("aabb", "bb--"), ("abac", "bcb-")])
+def test_unit_called_twice_keeps_the_successor_of_its_first_call_without_warning(calls: str, expected: str) -> None:
     by_name = dict(zip("abc", units(3), strict=True))
     order = [by_name[name] for name in calls]
-    assert_silent(recorded(*order), *order)
-    assert {name: unit.prefetched for name, unit in by_name.items() if unit.prefetched} == {
-        name: (by_name[following],) for name, following in expected.items()
-    }
+    assert silently(recorded(*order), *order) == [by_name.get(name) for name in expected]
 
 
 @pytest.mark.pure
@@ -124,8 +169,9 @@ def test_units_in_another_order_give_one_warning_with_both_names() -> None:
     a, b, c = units(3)
     root = recorded(a, b, c)
     with pytest.warns(UserWarning, match="'1' runs where '0' was expected") as caught:
-        root.iterate(b, a, c)
-    assert_silent(root, c)
+        assert root.forward(b, a, c) == [c, b, None]
+    root.backward()
+    assert silently(root, c) == [None]
     assert len(caught) == 1
     assert "forward_prefetch off" in str(caught[0].message)
 
@@ -136,11 +182,10 @@ def test_units_in_another_order_give_one_warning_with_both_names() -> None:
 def test_unit_missing_in_the_first_iteration_gives_a_warning_and_no_prefetch(num_recorded: int) -> None:
     *before, new = units(num_recorded + 1)
     root = recorded(*before)
-    root.order.enter(before[0])
+    assert root.forward(before[0]) == [None if num_recorded == 1 else before[1]]
     expected = "none" if num_recorded == 1 else "1"
     with pytest.warns(UserWarning, match=f"'{num_recorded}' runs where '{expected}' was expected"):
-        root.order.enter(new)
-    assert new.prefetched is None
+        assert root.forward(new) == [None]
 
 
 @pytest.mark.pure
@@ -148,11 +193,7 @@ def test_unit_missing_in_the_first_iteration_gives_a_warning_and_no_prefetch(num
 @given(st.integers(1, 8), st.integers(1, 4))
 def test_a_static_order_is_followed_in_every_iteration_without_a_warning(num: int, num_iterations: int) -> None:
     order = units(num)
-    root = Root()
-    for unit in order:
-        root.order.enter(unit)
-        assert unit.prefetched is None, "the first iteration only records"
-    root.iterate()
+    root = recorded(*order)
     for _ in range(num_iterations):
-        assert_silent(root, *order)
-    assert [unit.prefetched for unit in order] == [*((unit,) for unit in order[1:]), None]
+        assert silently(root, *order) == [*order[1:], None]
+        root.backward()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from minifsdp.engine.precision import move
+from minifsdp.cases.containers import move
 from minifsdp.fsdp1 import build, initial
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.fsdp1.whole import assert_a_step_uses_the_mean_gradient_alone, gathered_values, plain_values

@@ -387,6 +387,31 @@ def test_switched_reshard_after_forward_selects_all_gather_ranks_and_keeps_resul
     assert_same(full_values(model), full_values(usual), bitwise=True)
 
 
+@pytest.mark.spec("NEW-05")
+@ranks(4)
+def test_reshard_by_hand_in_forward_reads_the_shards_of_all_ranks_again() -> None:
+    model = sharded(reshard_after_forward=2)
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, *_: module.reshard())
+    loss = loss_of(model(batch()))
+    with trace.record() as backward:
+        loss.backward()
+    gathers = {event.ranks for event in backward.events if event.kind == "AG" and event.unit.startswith("blocks")}
+    assert gathers == {(0, 1, 2, 3)}
+
+
+@pytest.mark.spec("NEW-05", "FS2-28")
+@ranks(4)
+def test_a_forward_after_parameters_were_replaced_on_a_smaller_mesh_reads_the_new_values() -> None:
+    layer = fully_shard(nn.Linear(4, 4, bias=False, device=device()), reshard_after_forward=2)
+    model: Any = fully_shard(nn.Sequential(layer))
+    model(torch.ones(1, 4, device=device()))
+    (optimized,) = fully_shard.state(layer).unit.layout.local_parameters
+    optimized.to_local().data.fill_(1.0)
+    layer.weight = nn.Parameter(optimized.data)
+    assert model(torch.ones(1, 4, device=device())).tolist() == [[4.0] * 4]
+
+
 @pytest.mark.spec("NEW-05", "NEW-06")
 @pytest.mark.parametrize("in_between", ["reshard", "switch"])
 @ranks(4)

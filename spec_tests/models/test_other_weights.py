@@ -217,6 +217,22 @@ def test_changes_that_differ_only_between_replicas_are_refused_on_every_rank(kin
 
 
 @pytest.mark.spec("PROG-44")
+@pytest.mark.parametrize("kind", ["fully_shard", "flat", "original"])
+@ranks(2)
+def test_after_the_error_a_root_computes_with_the_values_from_before(kind: str) -> None:
+    book = Book(differs=True)
+    if kind == "fully_shard":
+        model: Any = fully_shard(book)
+    else:
+        model = FullyShardedDataParallel(book, use_orig_params=kind == "original", device_id=device())
+    with torch.no_grad(), pytest.raises(RuntimeError, match="changed in place while they were unsharded"):
+        model(batch())
+    book.differs, book.change = True, 0
+    with torch.no_grad():
+        assert torch.equal(model(batch()), batch())
+
+
+@pytest.mark.spec("PROG-44")
 @ranks(2)
 def test_the_first_of_two_modules_with_equal_names_is_compared_as_well() -> None:
     model = nn.Sequential(Book(differs=True), Book())

@@ -287,7 +287,7 @@ MUTANTS = [
         "late-hooks-are-not-called",
         "PROG-40 PROG-41",
         "The leaf does not get hooks that are registered on the DTensor.",
-        remove("_share_tensor_hooks", "leaf._backward_hooks = parameter._backward_hooks"),
+        remove("ShardedParam.share_tensor_hooks", "self.leaf._backward_hooks = self.parameter._backward_hooks"),
     ),
     Mutant(
         "unreduced-gradients-keep-the-old-dtype",

@@ -191,7 +191,7 @@ MUTANTS = [
         "forward-prefetch-in-the-first-iteration",
         "PREF-12",
         "Every iteration counts as the first one, so forward never prefetches.",
-        never("ForwardOrder._backward_ends", "self._is_first_iteration and self._order"),
+        never("ForwardOrder._backward_ends", "self._order"),
     ),
     # --- cases/side_outputs.py ---
     Mutant(

@@ -123,10 +123,6 @@ MUTANTS = [
         "reshard-switch-keeps-small-group",
         "NEW-05 NEW-06",
         "After set_reshard_after_forward(True) backward still all-gathers in the smaller group.",
-        replace(
-            "FSDPModule.set_reshard_after_forward",
-            "$unit.update_policy(reshard_after_forward=$chosen)",
-            "$unit.update_policy(reshard_after_forward=mesh or $chosen)",
-        ),
+        remove("FSDPModule.set_reshard_after_forward", "leave_smaller_mesh($unit)"),
     ),
 ]
