@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from minifsdp.engine.bucket import Bucket
+from minifsdp.engine.layout import Steps
 from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.shards import padded_shard_numel
@@ -31,3 +32,4 @@ class OneBucket(PerParameterLayout):
 
     def __init__(self, bucket: Bucket) -> None:
         self.buckets, self._handles, self.local_parameters, self.has_copied = [bucket], [], [], False
+        self.steps = Steps()
