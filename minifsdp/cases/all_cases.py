@@ -14,8 +14,6 @@ from minifsdp.cases.changed_parameters import ChangedParameters
 from minifsdp.cases.graph_of_gradients import GraphOfGradients
 from minifsdp.cases.inner_backward import InnerBackward
 from minifsdp.cases.newest_node import NewestNode
-from minifsdp.cases.optimizer_steps import count_together
-from minifsdp.cases.replaced_parameters import ReplacedParameters
 from minifsdp.cases.requested_parameters import RequestedParameters
 from minifsdp.cases.returned_parameters import ReturnedParameters
 from minifsdp.cases.side_outputs import SideOutputs
@@ -24,8 +22,6 @@ from minifsdp.engine.extension_points import Case
 
 CASES: tuple[Case, ...] = (
     # The functions at one point run in this order.
-    count_together,
-    ReplacedParameters,
     WrittenWeights,
     InnerBackward,
     ChangedParameters,

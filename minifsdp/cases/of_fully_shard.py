@@ -1,6 +1,6 @@
 """The cases of ``fully_shard``: one list for each of its extension points, one line for each case.
 
-``fully_shard`` calls four more cases by name: ``optimizer_steps.py``, ``second_places.py``, ``sparse_gradients.py`` and
+``fully_shard`` calls more cases by name, for example ``optimizer_steps.py``, ``smaller_mesh.py`` and
 ``torch_registry.py``.
 
 Worked example: ``fully_shard`` creates an object of each class in `BUCKETS`, and passes them to the engine as
@@ -12,7 +12,6 @@ takes this parameter.
 
 from minifsdp.cases.module_lists import StateOfList
 from minifsdp.cases.own_meshes import own_mesh
-from minifsdp.cases.smaller_mesh import reshard_to_number
 from minifsdp.cases.tensor_extensions import TensorExtensions
 
 # Classes that store parameters in buckets of their own, see note 6 of ``engine/bucket.py``. Their argument is the
@@ -28,8 +27,4 @@ STATES = [
 # and the path of the parameter, and return a placement and a mesh.
 PLACEMENTS = [
     own_mesh,
-]
-# Functions that change the policy of a new unit. They are called with the unit and ``reshard_after_forward``.
-POLICIES = [
-    reshard_to_number,
 ]

@@ -54,7 +54,8 @@ from minifsdp.cases import (
 )
 from minifsdp.cases.all_cases import CASES
 from minifsdp.cases.containers import cast_floating, move
-from minifsdp.cases.optimizer_steps import optimizer_steps
+from minifsdp.cases.optimizer_steps import count_together, optimizer_steps
+from minifsdp.cases.replaced_parameters import ReplacedParameters
 from minifsdp.checks import arguments, ownership
 from minifsdp.checks.arguments import warn_renamed
 from minifsdp.engine.events import events
@@ -408,7 +409,7 @@ class Wrapper(nn.Module):
             ],
             self._unit,
             self.compute_device,
-            cases=CASES,
+            cases=(count_together, ReplacedParameters, *CASES),
             backward_prefetch=self.backward_prefetch,
             limit_all_gathers=self.limit_all_gathers,
         )

@@ -35,6 +35,8 @@ from torch import nn
 from minifsdp.cases.all_cases import CASES
 from minifsdp.cases.containers import cast_floating, move
 from minifsdp.cases.manual_finalization import manual_of
+from minifsdp.cases.optimizer_steps import count_together
+from minifsdp.cases.replaced_parameters import ReplacedParameters
 from minifsdp.cases.smaller_mesh import SmallerMeshes
 from minifsdp.cases.torch_attributes import TorchAttributes
 from minifsdp.engine.comm_streams import CommStreams
@@ -243,7 +245,7 @@ class FSDPState(TorchAttributes):
             ],
             self.unit,
             self.device,
-            cases=(*CASES, SmallerMeshes),
+            cases=(count_together, ReplacedParameters, *CASES, SmallerMeshes),
             backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
             limit_all_gathers=False,
             comm_streams=self.shared_comm_streams,

@@ -30,9 +30,10 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minifsdp.cases import torch_registry
-from minifsdp.cases.of_fully_shard import BUCKETS, PLACEMENTS, POLICIES, STATES
+from minifsdp.cases.of_fully_shard import BUCKETS, PLACEMENTS, STATES
 from minifsdp.cases.optimizer_steps import optimizer_steps
 from minifsdp.cases.second_places import find_second_places
+from minifsdp.cases.smaller_mesh import reshard_to_number
 from minifsdp.cases.sparse_gradients import use_dense_gradients
 from minifsdp.checks import ownership, shardable
 from minifsdp.checks.attach import attach
@@ -241,8 +242,7 @@ def _make_unit(
         plans,
         UnitPolicy(reshard_after_forward=reshard is not False),
     )
-    for case in POLICIES:
-        case(unit, reshard)
+    reshard_to_number(unit, reshard)
     return unit
 
 
