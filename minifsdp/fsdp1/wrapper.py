@@ -49,13 +49,13 @@ from minifsdp.cases import (
     compiled_models,
     full_precision_evaluation,
     kept_views,
+    replaced_parameters,
     second_places,
     sparse_gradients,
 )
 from minifsdp.cases.all_cases import CASES
 from minifsdp.cases.containers import cast_floating, move
 from minifsdp.cases.optimizer_steps import count_together, optimizer_steps
-from minifsdp.cases.replaced_parameters import ReplacedParameters
 from minifsdp.checks import arguments, ownership
 from minifsdp.checks.arguments import warn_renamed
 from minifsdp.engine.events import events
@@ -409,7 +409,11 @@ class Wrapper(nn.Module):
             ],
             self._unit,
             self.compute_device,
-            cases=(count_together, ReplacedParameters, *CASES),
+            cases=(
+                count_together,
+                replaced_parameters.ReplacedParameters,
+                *CASES,
+            ),
             backward_prefetch=self.backward_prefetch,
             limit_all_gathers=self.limit_all_gathers,
         )
