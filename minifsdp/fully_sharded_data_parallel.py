@@ -36,7 +36,6 @@ from torch.distributed.fsdp._common_utils import _FSDPState
 from torch.distributed.fsdp.fully_sharded_data_parallel import (
     LOW_PRECISION_HOOKS,
     HandleTrainingState,
-    OptimStateKeyType,
     TrainingState,
 )
 from torch.optim import Optimizer
@@ -54,6 +53,7 @@ from minifsdp.checkpoint import state_dict_options as options
 from minifsdp.checkpoint.codec import NamedOptimizer
 from minifsdp.checkpoint.state_dict_options import (
     Form,
+    OptimStateKeyType,
     StateDictType,
 )
 from minifsdp.checks import arguments, ownership
