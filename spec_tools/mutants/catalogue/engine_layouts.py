@@ -256,6 +256,12 @@ MUTANTS = [
         remove("keep_changes", "_keep_parameters(layout)"),
     ),
     Mutant(
+        "replaced-values-are-not-copied",
+        "NEW-23",
+        "The values of a parameter that replaces another one are not copied into the bucket.",
+        never("accept_changes", "is_edited"),
+    ),
+    Mutant(
         "hooks-of-the-first-sum-alone-per-parameter",
         "PAR-08",
         "With fully_shard, a hook is not called when a gradient is added to an earlier gradient.",
