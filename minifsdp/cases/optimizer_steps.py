@@ -60,7 +60,7 @@ class OptimizerSteps:
         """Called when a unit has taken parameters. From then on, the steps of optimizers are counted."""
         # An optimizer that was seen earlier may hold parameters that this unit has replaced.
         with self._lock:
-            self._held.clear()
+            self.forget()
             if self._hook is None:
                 self._hook = torch_optimizer.register_optimizer_step_pre_hook(
                     self._before_step

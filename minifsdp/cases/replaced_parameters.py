@@ -33,10 +33,7 @@ from minifsdp.engine.layout import full_name, replaced_error
 from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.root import RootState
-from minifsdp.engine.sharded_param import (
-    local_shard_of,
-    set_local_shard,
-)
+from minifsdp.engine.sharded_param import local_shard_of, set_local_shard
 from minifsdp.engine.unit import Phase
 
 

@@ -100,14 +100,12 @@ class SmallerMesh:
         self._layout = layout
         self._mesh = mesh
         self._group = Group.of(mesh.get_group(1))
-        self._is_active = False
 
     def begin(self) -> None:
         """Makes the next all-gather of the layout use only the last axis of the mesh.
 
         Called before the unsharded parameters are freed. Each rank keeps 1/``num_shards`` of them.
         """
-        self._is_active = True
         layout = self._layout
         group = self._group
         registered: dict[ShardedParam, torch.Tensor] = {}
@@ -133,11 +131,10 @@ class SmallerMesh:
 
     def end(self) -> None:
         """Makes the next all-gather read the optimizer's shards again, and releases the larger shards."""
-        if not self._is_active:
-            return
-        self._is_active = False
         layout = self._layout
         larger = layout.sharded_params
+        if larger is layout.local_parameters:
+            return
         layout.sharded_params = layout.local_parameters
         for bucket in layout.buckets:
             bucket.gather_from(None)

@@ -305,8 +305,7 @@ def get_type(module: nn.Module) -> StateDictSettings:
         (clean_name(path), state_of(wrapper).settings)
         for path, wrapper in named_wrappers(module)
     ]
-    nothing: Any = None, None, None
-    first_name, first = found[0] if found else ("", StateDictSettings(*nothing))
+    first_name, first = found[0] if found else ("", StateDictSettings(None, None, None))
     for name, other in found:
         if other != first:
             raise AssertionError(

@@ -143,7 +143,7 @@ class FlatLayout(Layout):
             for attribute in info.attributes
         ]
         # A flat parameter whose memory the modules use directly is always unsharded.
-        always = self.unsharded.is_borrowed and not use_orig_params
+        always = self.is_borrowed and not use_orig_params
         # Placeholders raise an error without a guard.
         self._guards = guards_for(self.parameters) if use_orig_params or always else []
         self._is_guarded = False
@@ -177,10 +177,10 @@ class FlatLayout(Layout):
             )
             self._variants[dtype] = unsharded
         self.unsharded = self._variants[dtype]
-        self.is_copied = self.mesh.shard is None and not self.unsharded.is_borrowed
+        self.is_borrowed = self.unsharded.is_borrowed
+        self.is_copied = self.mesh.shard is None and not self.is_borrowed
         # One leaf for all parameters, in each dtype that is in use.
         self.leaves = [variant.leaf for variant in self._variants.values()]
-        self.is_borrowed = self.unsharded.is_borrowed
         self.is_stored = stored
         self.dtype = dtype
         self.num_bytes = self.unsharded.num_bytes
@@ -235,11 +235,7 @@ class FlatLayout(Layout):
 
     def free(self) -> ReleaseEvent | None:
         """Releases the memory of the unsharded tensor, unless it is the memory of the shard."""
-        return (
-            None
-            if self.unsharded.is_borrowed
-            else lifetime.release(self.unsharded.alias)
-        )
+        return None if self.is_borrowed else lifetime.release(self.unsharded.alias)
 
     def is_stale(self) -> bool:
         """Whether the shard has changed since the last all-gather. A copy without an all-gather is always stale."""
@@ -319,7 +315,7 @@ class FlatLayout(Layout):
     def use_sharded_params(self) -> None:
         """Assigns the sharded tensors to the modules, or views of a flat parameter that is always unsharded."""
         sharded_params = self.registered.sharded_params
-        if self.unsharded.is_borrowed and not self.use_orig_params:
+        if self.is_borrowed and not self.use_orig_params:
             self._assign(self._lasting_views())
             return
         if self.assigned is not sharded_params:

@@ -34,7 +34,9 @@ class ForwardOrder:
 
     def __init__(self, root_state: RootState) -> None:
         self._units = root_state.units
-        self._order: dict[Unit[Any], int] = {}
+        # The units in this order, and the position of each.
+        self._order: list[Unit[Any]] = []
+        self._positions: dict[Unit[Any], int] = {}
         self._is_first_iteration = True
         self._position = 0
         self._has_warned = False
@@ -55,19 +57,20 @@ class ForwardOrder:
 
     def _next(self, unit: Unit[Any]) -> tuple[Unit[Any], ...]:
         if self._is_first_iteration:
-            self._order.setdefault(unit, len(self._order))
+            if unit not in self._positions:
+                self._positions[unit] = len(self._order)
+                self._order.append(unit)
             return ()
-        position = self._order.get(unit)
-        units = list(self._order)
+        position = self._positions.get(unit)
         is_other = position is None or position > self._position
         if is_other and not self._has_warned:
             self._has_warned = True
-            expected = [*(one.name for one in units), "none"][self._position]
+            expected = [*(one.name for one in self._order), "none"][self._position]
             warn(message("changed-order", unit=unit.name, expected=expected))
         if position is None:
             return ()
         self._position = max(self._position, position + 1)
-        return tuple(units[position + 1 : position + 2])
+        return tuple(self._order[position + 1 : position + 2])
 
     def _forward_begins(self) -> None:
         if not any(unit.uses.awaits_backward for unit in self._units):
@@ -75,6 +78,7 @@ class ForwardOrder:
             self._position = 0
             if self._is_first_iteration:
                 self._order.clear()
+                self._positions.clear()
 
     def _backward_ends(self) -> bool:
         if self._order:

@@ -87,7 +87,7 @@ MUTANTS = [
         "A unit that is not sharded frees the only copy of its parameters.",
         replace(
             "FlatLayout.free",
-            "None if self.unsharded.is_borrowed else lifetime.release(self.unsharded.alias)",
+            "None if self.is_borrowed else lifetime.release(self.unsharded.alias)",
             "lifetime.release(self.unsharded.alias)",
         ),
     ),
