@@ -198,7 +198,7 @@ def _existing(
     modules = [place.module for info in layout.parameters for place in info.attributes]
     return UnitSummary(
         name=name,
-        type=type_of(unit.module),
+        type=type_of(unit.modules[0]),
         parameters=tuple(_parameters(layout, names)),
         ranks=_ranks(mesh.shard),
         num_replicas=mesh.num_ranks // mesh.num_shards,

@@ -76,7 +76,7 @@ def who_is_whole() -> Values:
     layout, nothing = MagicMock(spec=Layout), cast(Any, None)
     layout.all_gather.return_value.wait.side_effect = lambda: seen.append("wait for the all-gather")
     layout.free.side_effect = lambda: seen.append("free the memory")
-    unit = Unit(torch.nn.Identity(), layout, [nothing], UnitPolicy(reshard_after_forward=True))
+    unit = Unit([torch.nn.Identity()], layout, [nothing], UnitPolicy(reshard_after_forward=True))
     root: Any = SimpleNamespace(
         comm_streams=None, limiter=RateLimiter(enabled=False), iteration=SimpleNamespace(points=ExtensionPoints())
     )

@@ -53,11 +53,14 @@ class SideOutputs:
     def __init__(self, root_state: RootState) -> None:
         units = root_state.units
         self._iteration = root_state.iteration
-        outputs = {unit.module for unit in units}
+        outputs = {module for unit in units for module in unit.modules}
         # The innermost unit of each module.
         self._unit_of: dict[nn.Module, Unit] = {}
-        for unit in sorted(units, key=lambda unit: -len(list(unit.module.modules()))):
-            self._unit_of.update(dict.fromkeys(unit.module.modules(), unit))
+        found = [
+            (list(module.modules()), unit) for unit in units for module in unit.modules
+        ]
+        for inside, unit in sorted(found, key=lambda one: -len(one[0])):
+            self._unit_of.update(dict.fromkeys(inside, unit))
         self._inside = [module for module in self._unit_of if module not in outputs]
         self._hooks: list[dict[Any, Any]] = [
             module._forward_hooks for module in self._inside

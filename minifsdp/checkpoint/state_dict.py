@@ -308,7 +308,7 @@ def _write_unit(codec: UnitCodec, form: Form, state: MutableMapping[str, Any]) -
             state[key] = codec.in_form(state[key].detach(), form, state[key].device)
         # This includes entries under other names, because a view of one element would keep, and save, the whole bucket.
         keys = [key for key in state if key.startswith(codec.prefix)]
-        copy_shared(state, keys, codec.unit.module.parameters())
+        copy_shared(state, keys, codec.unit.modules[0].parameters())
 
 
 def _write_buffers(

@@ -106,7 +106,7 @@ class RootState:
         self.after_optimizer: Any = None
         for name, unit in units:
             unit.name = unit.layout.name = name
-        by_module = {unit.module: unit for unit in self.units}
+        by_module = {module: unit for unit in self.units for module in unit.modules}
         reducer = Reducer(
             self.comm_streams, offloads=any(unit.layout.offloads for unit in self.units)
         )
@@ -114,7 +114,11 @@ class RootState:
         self.iteration = IterationState(self.units, reducer, schedule)
         for unit in self.units:
             unit.root = self
-            inside = (by_module.get(module) for module in unit.module.modules())
+            inside = (
+                by_module.get(inner)
+                for module in unit.modules
+                for inner in module.modules()
+            )
             unit.inner = frozenset(
                 other for other in inside if other is not None and other is not unit
             )

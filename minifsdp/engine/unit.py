@@ -116,7 +116,7 @@ class Unit(Generic[LayoutT]):
     """A group of parameters that is all-gathered, resharded and reduced together.
 
     Args:
-        module: the module whose forward uses the parameters; the first one of a list of modules.
+        modules: the modules whose forwards use the parameters. A unit of several modules is a case.
         layout: how the unit's parameters are stored.
         plans: how the unit's gradients are reduced; one plan for each mesh over which parameters are sharded.
         policy: the initial policy.
@@ -136,16 +136,16 @@ class Unit(Generic[LayoutT]):
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         layout: LayoutT,
         plans: Sequence[ReducePlan],
         policy: UnitPolicy,
     ) -> None:
-        self.module = module
+        self.modules = modules
         self.layout = layout
         self.plans = plans
         self.policy = policy
-        self.name = type(module).__name__
+        self.name = type(modules[0]).__name__
         self.state = State.SHARDED
         self.phase = Phase.IDLE
         self.is_held = False

@@ -192,7 +192,7 @@ class Wrapper(nn.Module):
         # A unit that is not sharded, and computes in a copy in another dtype, frees the copy.
         self._reshards = reshards if is_sharded else layout.is_copied
         return Unit(
-            module,
+            [module],
             layout,
             [plan],
             UnitPolicy(reshard_after_forward=self._reshards),

@@ -129,9 +129,7 @@ def fully_shard(
     )
     unit = None
     if params:
-        unit = _make_unit(
-            modules[0], parameters, params, options, reshard_after_forward
-        )
+        unit = _make_unit(modules, parameters, params, options, reshard_after_forward)
     # 3. The state registers the hooks.
     create = next((case for case in STATES if case.takes(modules)), FSDPState)
     state = create(modules, unit, device, mp_policy, reshard_after_forward)
@@ -217,7 +215,7 @@ def _sharded_params(
 
 
 def _make_unit(
-    module: nn.Module,
+    modules: list[nn.Module],
     parameters: dict[nn.Parameter, ParamInfo],
     params: list[ShardedParam],
     options: Options,
@@ -237,7 +235,7 @@ def _make_unit(
         for on, own in numbers_on.items()
     ]
     unit = Unit(
-        module,
+        modules,
         layout,
         plans,
         UnitPolicy(reshard_after_forward=reshard is not False),

@@ -36,7 +36,7 @@ def _unit(*methods: str) -> tuple[Any, Any]:
     recorder.layout.configure_mock(offloads=False, num_bytes=0, group=None)
     nothing = cast(Any, None)
     policy = UnitPolicy(True)
-    unit: Any = Unit(nn.Identity(), recorder.layout, [nothing], policy)
+    unit: Any = Unit([nn.Identity()], recorder.layout, [nothing], policy)
     iteration = SimpleNamespace(points=ExtensionPoints())
     unit.root = SimpleNamespace(
         comm_streams=None, limiter=recorder.limiter, iteration=iteration

@@ -58,7 +58,7 @@ def make(log: Log, mesh: MeshGroups | None = None) -> Unit:
     layout: Any = log
     plan = ReducePlan.mean(mesh or MeshGroups(None, None), torch.float32)
     log.group = plan.mesh.shard
-    unit = Unit(nn.Linear(2, 2), layout, [plan], UnitPolicy(reshard_after_forward=True))
+    unit = Unit([nn.Linear(2, 2)], layout, [plan], UnitPolicy(reshard_after_forward=True))
     limiter: Any = log
     root: Any = SimpleNamespace(
         comm_streams=CommStreams(CPU), limiter=limiter, iteration=SimpleNamespace(points=ExtensionPoints())

@@ -79,6 +79,36 @@ def test_a_group_over_several_modules_trains_like_each_on_its_own() -> None:
         assert_mean_gradients(with_ends_together(reshard_after_forward=choice), seeded())
 
 
+class KeepsItsResult(nn.Module):
+    """The second module of a list. Only an attribute has the result that the loss reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.inner(x).square()
+        return x
+
+
+@pytest.mark.spec("NEW-04", "PROG-27")
+@ranks(2)
+def test_a_loss_may_read_only_an_attribute_of_the_second_module_of_a_list() -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4), KeepsItsResult())
+    model = copy.deepcopy(plain)
+    fully_shard([model[0], model[1]])
+    fully_shard(model)
+    x = torch.ones(2, 4)
+    for step in range(2):
+        for one in (plain, model):
+            one.zero_grad()
+            one(x)
+            one[1].kept.mean().backward()
+        for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(parameter.grad.full_tensor(), expected.grad), f"step {step}"
+
+
 @pytest.mark.spec("NEW-04", "FS2-24")
 @ranks(2)
 def test_a_parameter_may_be_tied_across_the_modules_of_a_list() -> None:
