@@ -25,6 +25,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--spec", action="append", metavar="ID", help="only the tests of a requirement of docs/spec.md; repeatable"
     )
+    parser.addoption(
+        "--about", metavar="TOPICS", help="only the tests about all of these topics, for example 'no_sync, precision'"
+    )
     # Not `cuda` where there is a GPU: a user who runs the tests once expects the time that the README names.
     parser.addoption(
         "--device", choices=["cpu", "simulated", "cuda"], default="cpu", help="where the ranks compute (default: cpu)"

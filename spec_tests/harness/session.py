@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import pathlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Generator
@@ -13,7 +14,7 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from spec_tests.harness import pool, worker
+from spec_tests.harness import about, pool, worker
 from spec_tests.harness.accounting import Accounting, read_rows, rows_of_accelerators, section_of
 
 pytest.register_assert_rewrite(*worker.REWRITTEN)
@@ -46,6 +47,10 @@ def pytest_configure(config: pytest.Config) -> None:
     config.stash[ACCOUNTING] = Accounting(device, config.rootpath, engine)
 
 
+def pytest_ignore_collect(collection_path: pathlib.Path, config: pytest.Config) -> bool | None:
+    return True if about.leaves_out_file(config, collection_path) else None
+
+
 # Before other hooks deselect tests: the requirement IDs of a test that does not run must be valid, too.
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
@@ -56,6 +61,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not item.get_closest_marker("ranks"):
             item.add_marker("pure")
     choose_rows(config, items)
+    about.choose_topics(config, items)
     yield
     leave_out_by_device(config, items)
     if config.getoption("--engine") != "minifsdp":
@@ -170,7 +176,12 @@ def choose_variants(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 def runs_folders(config: pytest.Config) -> bool:
     """Whether the command names folders only, and no file, test, keyword or requirement."""
-    chosen = config.getoption("--spec") or config.getoption("keyword", "") or config.getoption("lf", False)
+    chosen = (
+        config.getoption("--spec")
+        or config.getoption("--about")
+        or config.getoption("keyword", "")
+        or config.getoption("lf", False)
+    )
     return not chosen and all((config.invocation_params.dir / argument).is_dir() for argument in config.args)
 
 
