@@ -2,7 +2,8 @@
 
 A topic is a key of `TOPICS`, or any other word. A test is about a topic if one of the topic's words occurs in the test:
 in its path and name, its own lines, the values of its parameters, or the statements of its requirements in
-``docs/spec.md``. A variant of a test of both APIs is only about its own API. Add ``--collect-only -q`` to list the tests.
+``docs/spec.md``. A variant of a test of both APIs is only about its own API.
+``--collect-only -q`` only lists the tests.
 
 Files in which a topic does not occur are not imported, so the list takes seconds.
 """
