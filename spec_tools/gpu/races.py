@@ -11,7 +11,7 @@ before randomly selected operators, events and waits, it keeps the stream busy f
 The seed selects whether the communication streams are late, the compute stream, or both. Each rank draws its own
 delays. Values are correct if they equal, bit by bit, those of a *reference*. The reference synchronizes the device
 after every operator, so that nothing runs in parallel. It is trained twice. If the two results differ, the kernels of
-this machine are not deterministic, races cannot be detected, and the chunk fails with this reason.
+this machine are not deterministic, races cannot be detected, and the finding has this reason.
 
 The delays come from a dispatch mode. It receives each operator and each collective on the stream on which it is issued,
 in forward, in backward and in the optimizer.

@@ -38,7 +38,7 @@ Facts = Mapping[str, Any]
 
 
 def circumstances(device: str, num_devices: int, quick: bool) -> dict[str, Any]:
-    """What the outcomes depend on. If one of them changes, a run starts from the beginning."""
+    """The facts that outcomes depend on. If one of them changes, a run starts from the beginning."""
     versions = {"torch": torch.__version__, "minifsdp": minifsdp.__version__, "commit": _commit()}
     return {"device": device, "num_devices": num_devices, "quick": quick, **versions}
 

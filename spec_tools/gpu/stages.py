@@ -42,7 +42,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Stage:
-    """What a stage checks, and its jobs."""
+    """A question, and the jobs that answer it."""
 
     question: str
     jobs: Callable[[Settings], list[Job]]

@@ -70,6 +70,12 @@ def test_all_stages_run_on_the_cpu_and_the_report_has_their_figures(
     assert "| wrapper | 4 | 1 | 0 |  |" in text  # the first seed delays communication streams, which a CPU has not
 
 
+@pytest.mark.spec("KIT-08")
+def test_stages_run_on_the_simulated_accelerator(tmp_path: Path) -> None:
+    assert command.main(["--device", "simulated", "--stages", "hardware", "collectives"], tmp_path) == 0
+    assert "**Tried on a simulated accelerator: nothing" in (tmp_path / "gpu-report-simulated.md").read_text()
+
+
 def no_driver(patch: pytest.MonkeyPatch) -> None:
     def init() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
