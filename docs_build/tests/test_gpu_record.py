@@ -1,4 +1,4 @@
-"""The record of runs on GPUs: from a report of the kit to the site."""
+"""The record of runs on GPUs: from a report of ``python -m spec_tools.gpu`` to the site."""
 
 from __future__ import annotations
 
@@ -11,41 +11,32 @@ import pytest
 from docs_build.pages import gpurun
 from docs_build.recording import gpu, records, results
 from spec_tools.gpu import report as reports
-from spec_tools.gpu.chunks import Outcome
-from spec_tools.gpu.platforms import CPU, CUDA
+from spec_tools.gpu.process import Outcome
 
 pytestmark = pytest.mark.pure
 
 VERSIONS = {"Python": "3.12.3", "torch": "2.13.0+cu130", "NCCL": "2.29.1"}
-STEP = {
-    "size": "125M",
-    "ranks": 8,
-    "precision": "bf16",
-    "contender": "minifsdp fully_shard",
-    "ms": 8.0,
-    "outcome": "passed",
-}
-RACE = {"configuration": "wrapper", "ranks": 8, "seed": 0, "outcome": "passed", "delays": 70}
-HUNG = {"configuration": "wrapper", "ranks": 8, "outcome": "failed", "text": "hang"}
+STEP = {"size": "125M", "ranks": 8, "contender": "minifsdp fully_shard", "ms": 8.0}
+RACE = {"configuration": "wrapper", "ranks": 8, "seeds": 3, "delays": 70}
 ONE, TWO = "spec_tests/fsdp1/test_a.py::test_one", "spec_tests/fsdp1/test_a.py::test_two"
 H100, H200 = "8 x NVIDIA H100", "1 x NVIDIA H200"
 
 
-def a_report(date: str = "2026-12-24 10:00 UTC", name: str = "NVIDIA H100", number: int = 8) -> dict[str, Any]:
-    hardware = {"versions": VERSIONS, "devices": number * [{"name": name}], "processors": 9, "system": "Linux"}
+def a_report(date: str = "2026-12-24 10:00 UTC", device: str = "cuda") -> dict[str, Any]:
+    hardware = {"versions": VERSIONS, "devices": 8 * [{"name": "NVIDIA H100"}]}
     tests = [
         {"test": f"{ONE}[1]", "outcome": "passed", "rows": ["CTOR-01"], "kind": "text"},
         {"test": f"{ONE}[2]", "outcome": "passed", "rows": ["CTOR-01"], "kind": "text"},
-        {"test": TWO, "outcome": "failed", "rows": ["CTOR-02"]},
+        {"test": TWO, "outcome": "failed", "rows": ["CTOR-02"], "kind": "behaviour"},
     ]
     outcomes = {
         "hardware/all": Outcome("passed", 2.0, findings=[hardware]),
-        "smoke/8-ranks": Outcome("failed", 2.0, "ValueError"),
-        "steps/8-ranks/125M": Outcome("passed", 2.0, findings=[STEP]),
+        "smoke/both_apis/test_parity.py": Outcome("failed", 2.0, "ValueError"),
+        "steps/8": Outcome("passed", 2.0, findings=[STEP]),
         "suite/fsdp1/test_a.py": Outcome("failed", 2.0, "E", findings=tests),
-        "races/8-ranks/wrapper": Outcome("failed", 2.0, "E", findings=[RACE, HUNG]),
+        "races/8": Outcome("failed", 2.0, "E", findings=[RACE, {**RACE, "ranks": 4, "text": "hang"}]),
     }
-    return reports.compose(CUDA, outcomes, [], 0) | {"date": date}
+    return reports.compose(reports.circumstances(device, 8, False), outcomes, []) | {"date": date}
 
 
 @pytest.fixture
@@ -64,14 +55,13 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.spec("KIT-21")
 def test_command_adds_a_run_and_keeps_that_of_other_hardware(data: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = json.loads((data / "gpu.json").read_text())["runs"]
-    report = data / "report.md"
-    reports.write(a_report(), report)
-    gpu.main(str(report))
+    reports.write(a_report(), data / "report.json")
+    gpu.main(str(data / "report.md"))
     after = json.loads((data / "gpu.json").read_text())["runs"]
     assert after.keys() - before.keys() == {H100}
     assert after[H200] == before[H200]
     assert after[H100]["tests"] == {"fsdp1/test_a.py": {"passed": 2, "failed": 1, "complete": True}}
-    assert after[H100]["stages"]["smoke/8-ranks"] == ["failed", 2.0]
+    assert after[H100]["stages"]["smoke/both_apis/test_parity.py"] == ["failed", 2.0]
     assert capsys.readouterr().out.startswith("8 x NVIDIA H100, 2026-12-24: 1 requirements proven. Runs: 2")
 
 
@@ -86,7 +76,7 @@ def test_newest_run_of_each_hardware_is_kept() -> None:
 @pytest.mark.spec("KIT-21")
 def test_report_without_a_gpu_is_refused() -> None:
     with pytest.raises(ValueError, match="device 'cpu', so it has no results of a GPU"):
-        gpu.run_of(reports.compose(CPU, {}, [], 0))
+        gpu.run_of(a_report(device="cpu"))
 
 
 @pytest.mark.spec("KIT-21")
@@ -104,7 +94,8 @@ def test_requirements_get_the_result_on_gpus_with_date_and_hardware() -> None:
     assert found["rows"]["CTOR-01"]["kinds"] == {"cpu-gloo": "behaviour", "cuda-nccl": "text"}
     assert found["rows"]["CTOR-01"]["tests"] == {ONE: {"cpu-gloo": "passed", "cuda-nccl": "passed (text)"}}
     # A report that proves fewer requirements changes nothing.
-    small = a_report() | {"rows": {"proven": [], "failed": []}}
+    small = a_report()
+    del small["jobs"]["suite/fsdp1/test_a.py"]
     assert gpu.add_requirements(found, small) is found
 
 
@@ -134,11 +125,11 @@ def test_pages_show_each_run_with_hardware_and_date(data: Path) -> None:
     assert gpurun.others() == ""
     records.save("gpu", gpu.add_run(records.load("gpu"), a_report()), sort_keys=False)
     assert list(gpurun.runs()) == [H100, H200]
-    assert f"| {H100} | 2026-12-24 | 2.13.0+cu130 | 2 | 1 | smoke/8-ranks |" in gpurun.all_runs()
+    assert f"| {H100} | 2026-12-24 | 2.13.0+cu130 | 2 | 1 | smoke/both_apis/test_parity.py |" in gpurun.all_runs()
     shown = gpurun.others()
     assert shown.startswith(f"### {H100}\n\n2026-12-24, {H100}, Python 3.12.3")
-    assert "| 125M, bf16, 8 ranks | minifsdp fully_shard | 8.0 |" in shown
-    # The second finding is a configuration that hung.
-    assert "| wrapper, 8 ranks | 1 | 70 | 1 |" in shown
+    assert "| 125M, 8 ranks | minifsdp fully_shard | 8.0 |" in shown
+    assert "| wrapper, 8 ranks | 3 | 70 | 0 |" in shown
+    assert "| wrapper, 4 ranks | 3 | 70 | 1 |" in shown
     assert "H200" not in shown
     assert gpurun.machine().startswith("2026-11-26, one NVIDIA H200, ")

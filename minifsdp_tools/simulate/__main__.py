@@ -120,7 +120,7 @@ _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
         },
         "--costs": {
             "type": Path,
-            "help": "...-costs.json of python -m spec_tools.gpu, measured collectives",
+            "help": "gpu-report.json of python -m spec_tools.gpu, with measured collectives",
         },
     },
     "output": {

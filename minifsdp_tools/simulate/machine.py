@@ -161,7 +161,7 @@ class Network:
 
 
 def measured_costs(path: Path) -> dict[tuple[str, int], tuple[float, float]]:
-    """Latency and rate of each measured collective and number of ranks, from a file ``...-costs.json``.
+    """Latency and rate of each measured collective and number of ranks, from a file ``gpu-report.json``.
 
     Raises:
         ValueError: if the file has another format, or ranks shared a device when it was measured.

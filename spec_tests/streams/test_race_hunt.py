@@ -9,16 +9,6 @@ import torch
 
 from spec_tests.harness import device, rank_among_fake_ranks
 from spec_tools.gpu import races
-from spec_tools.gpu.platforms import Platform
-
-
-class Slept(Platform):
-    """Records the streams that are kept busy."""
-
-    streams: list[Any] = []
-
-    def sleep(self, milliseconds: float) -> None:
-        self.streams.append(self.current_stream())
 
 
 @pytest.mark.simulated
@@ -29,14 +19,16 @@ class Slept(Platform):
 def test_streams_are_late_before_events_and_waits(call: str) -> None:
     module = torch.get_device_module(device())
     side, event = module.Stream(), module.current_stream().record_event()
-    Slept.streams.clear()
-    with races.Delays(Slept("simulated", "sim", "simulated"), 2, 0) as delays:
-        for _ in range(50):
-            side.record_event() if call == "record_event" else side.wait_event(event)
-    assert delays.num_delays == len(Slept.streams) > 0
-    assert set(Slept.streams) == {side}
-    side.record_event()
-    assert delays.num_delays == len(Slept.streams)
+    late: list[Any] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(races, "keep_busy", lambda milliseconds: late.append(module.current_stream()))
+        with races.Delays(2, 0) as delays:
+            for _ in range(50):
+                side.record_event() if call == "record_event" else side.wait_event(event)
+        assert delays.num_delays == len(late) > 0
+        assert set(late) == {side}
+        side.record_event()
+    assert delays.num_delays == len(late)
 
 
 @pytest.mark.simulated
@@ -47,6 +39,6 @@ def test_streams_are_late_before_events_and_waits(call: str) -> None:
 )
 @rank_among_fake_ranks(2)
 def test_configuration_trains_without_a_race(configuration: str) -> None:
-    delays = races.Delays(Slept("simulated", "sim", "simulated"), 2, 0)
+    delays = races.Delays(2, 0)
     assert len(races.train(configuration, delays)) == races.NUM_STEPS
     assert delays.num_delays > 0

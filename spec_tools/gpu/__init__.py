@@ -1,50 +1,35 @@
-"""The kit for a machine with GPUs: one command that runs all checks there, and one report with the results.
+"""One command that checks minifsdp on a machine with GPUs, and writes one report.
 
     python -m spec_tools.gpu
-
-This package was written without a GPU. A user with a GPU may have only ten minutes and does not want to learn how the
-tests work. So the kit runs the cheap checks first, needs no attention, survives crashes of CUDA processes, and writes a
-file that can be attached to an issue.
 
 ================  ===================================================================================================
 stage             what it checks
 ================  ===================================================================================================
-``hardware``      the versions, one line for each rank, the facts of the machine with warnings
-``first_step``    do ``FullyShardedDataParallel`` and ``fully_shard`` train on all GPUs; the answer of the first minute
-``links``         do two ranks receive what the other sends, for each pair
-``collectives``   do all-gather, reduce-scatter and all-reduce work by themselves, without this package
-``smoke``         do ``FullyShardedDataParallel`` and ``fully_shard`` train, and agree with a single process
-``bandwidth``     how fast all-gather and reduce-scatter are by size, and whether all values are right
-``steps``         do losses agree with torch's FSDPs, and time and memory of a training step of each
-``suite``         the whole test suite with ``--device cuda``
-``benchmarks``    ``python -m spec_tools.benchmarks``, which always runs on the CPU
+``hardware``      which devices and versions there are
+``smoke``         does each kind of step agree with a single process and with torch, on 1, 2 and 4 ranks
+``collectives``   are the values of all-gather and reduce-scatter right, and how fast are they by size
+``steps``         time and memory of a training step beside torch's FSDPs, and do the losses agree
 ``races``         do results stay equal bit by bit when streams are delayed at random
-``control``       do failures occur again alone, and with torch's own FSDPs
+``suite``         the tests of the spec with ``--device cuda``: first those that need a GPU, then those about streams
 ================  ===================================================================================================
 
-``hardware``, ``links``, ``collectives`` and ``smoke`` are layers: each uses what those before it have checked. If one
-of them fails, the kit does not start the stages after it, because they would report the same failure. It prints what
-the failure proves and does not prove, and the next commands.
+The stages are in the order of their cost, so that a session of fifteen minutes on one GPU answers the first questions.
 
-A stage is a list of *chunks*. A chunk is a process and its child processes: one test file, or one configuration of the
-race hunt. After an illegal memory access, a process cannot use the GPU any more, so the next chunk is a new process. If
-a chunk exceeds its limit, the kit records the stacks of all its processes and ends them. After each chunk, the kit
-writes the outcome to the disk, so that after an interruption the same command continues with the next chunk::
+A stage consists of *jobs*. A job is a process with a time limit, and it starts the ranks as its children. After an
+illegal memory access a process cannot use the GPU any more, so the next job is a new process. A job that fails or
+exceeds its limit does not stop the others. After each job the command writes the report, so that a session that is cut
+off loses nothing, and the same command continues with the next job::
 
-    smoke/1 passed, smoke/2 passed, suite/fsdp1/test_clip.py passed, ... Ctrl-C
-    the same command again: begins with the chunk after the last one that is on the disk
+    smoke/all passed, collectives/2-ranks failed, steps/1-ranks passed, ... the machine is taken away
+    the same command again: begins with the job after the last one that is in the report
 
-A `Platform` defines which device to use and how to delay a stream. ``--device cpu`` runs all stages with gloo and with
-delays that do nothing. This tests the kit but no GPU, and the report begins with this warning.
+On one machine the command starts all ranks itself, one for each GPU. Under ``torchrun``, rank 0 does this, and the
+other ranks exit. If there are fewer GPUs than ranks, the ranks share the first GPU; then no time has a meaning.
 
-Reading order: ``platforms`` -> ``chunks`` (a process and how it ends), ``evidence`` (files about a failure),
-``names`` (no names in reports) -> ``progress`` (the outcomes on the disk) -> ``stages`` (the chunks of each stage)
--> ``piece`` and ``on_ranks`` (chunks that do not run pytest) -> ``hardware`` with ``first`` (ranks), ``machine`` and
-``nvidia_smi`` (facts), ``remarks`` (warnings) -> ``links``, ``collectives``, ``smoke``, ``bandwidth``, ``steps``,
-``races`` -> ``cards`` (peaks) and ``intervals`` -> ``note`` (findings of a pytest chunk) -> ``control`` (failures
-again) -> ``advice`` (what a failure means) -> ``bandwidth_table``, ``steps_table``, ``plots`` -> ``beside`` ->
-``summary``, ``text``, ``report`` -> ``__main__``. ``nodes``, ``node_stages`` and ``merging`` run on several
-machines.
+``--device cpu`` and ``--device simulated`` run the same stages without a GPU. This tests the command, and its report
+begins with a note about it.
 
-Spec: KIT-01 to KIT-25.
+Reading order: ``__main__`` -> ``stages`` (the table of stages and their jobs) -> ``process`` (a job and how it ends)
+-> ``job`` (the program of a job, and its ranks) -> ``hardware``, ``collectives``, ``steps``, ``races`` -> ``note`` (a
+test file) -> ``report``.
 """

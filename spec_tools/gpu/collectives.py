@@ -1,70 +1,105 @@
-"""The three collectives that FSDP uses, called through ``torch.distributed`` without this package.
+"""All-gather and reduce-scatter by size: are the values right, and how long do they take?
 
-If they fail, the cause is the driver, NCCL, or the sharing of a GPU by several ranks, not the package.
+FSDP uses these two collectives. They are called through ``torch.distributed`` without minifsdp, so the figures describe
+the links, NCCL and torch. The names are those of NVIDIA's nccl-tests:
+
+* ``bytes``: of the unsharded tensor, which an all-gather writes and a reduce-scatter reads;
+* ``us``: time of a call, the median of `NUM_GROUPS` groups of calls. The host issues a group without waiting. Each
+  group counts with the time of its slowest rank;
+* ``busbw``: 1e9 bytes per second, times (n-1)/n for n ranks, because a rank already has its own shard. It is the rate
+  at which each rank must receive, so it can be compared with the peak of a link.
+
+The option ``--costs`` of ``python -m minifsdp_tools.simulate`` reads `costs` from the report: ``seconds = latency +
+bytes / rate``.
+
+*In torch:* there is no such test. nccl-tests is a program in C++ that must be compiled with the installed NCCL.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from spec_tests.harness import device
-from spec_tools.gpu.on_ranks import on_ranks
-from spec_tools.gpu.platforms import Platform
+from spec_tools.gpu.job import Finding, device_module, on_ranks
 
-__all__ = ["work"]
-
-LIMIT = 90.0
-NUM_ELEMENTS = 1 << 18  # of each rank: large enough for NCCL to split it into several parts
-
-
-def work(platform: Platform, num_ranks: int) -> Iterator[dict[str, Any]]:
-    """Yields one finding: the device of each rank."""
-    devices = on_ranks(platform, num_ranks, send, LIMIT)
-    yield {"outcome": "passed", "ranks": num_ranks, "devices": devices, "shared": len(set(devices)) < num_ranks}
+# Their arguments are the tensor that is written and the one that is read.
+COLLECTIVES: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "all-gather": dist.all_gather_into_tensor,
+    "reduce-scatter": dist.reduce_scatter_tensor,
+}
+# If ranks share a device, no time has a meaning, so large sizes have no use.
+SIZES, SHARED_SIZES = [1 << power for power in range(16, 31, 2)], [1 << 16, 1 << 18, 1 << 20]
+NUM_CALLS, NUM_GROUPS = 5, 3
+LIMIT = 300.0
 
 
-def send() -> str:
-    """Runs the collectives in the default group, in its halves, and in groups of one rank.
+def work(num_ranks: int, shared: bool) -> Iterator[Finding]:
+    """Yields one finding for each collective and size. ``shared``: whether ranks share a device."""
+    for collective in COLLECTIVES:
+        for size in SHARED_SIZES if shared else SIZES:
+            by_rank = on_ranks(num_ranks, measure, LIMIT, collective=collective, size=size)
+            # The slowest rank of each group of calls.
+            seconds = statistics.median(max(times) for times in zip(*by_rank, strict=True))
+            busbw = size / seconds / 1e9 * (num_ranks - 1) / num_ranks
+            yield {
+                "collective": collective,
+                "ranks": num_ranks,
+                "shared": shared,
+                "bytes": size,
+                "us": round(1e6 * seconds, 1),
+                "busbw": round(busbw, 2),
+            }
 
-    Hybrid sharding communicates in such groups, and both APIs accept a group of one rank.
 
-    Returns:
-        The device of this rank.
-    """
-    num_ranks = dist.get_world_size()
-    send_in_groups(num_ranks)
-    for size in sorted({1, num_ranks // 2} - {0, num_ranks}):
-        if num_ranks % size == 0:
-            send_in_groups(size)
-    return str(device())
-
-
-def send_in_groups(size: int) -> None:
-    """Runs an all-gather, a reduce-scatter and an all-reduce in the group of ``size`` ranks that this rank is in."""
+def measure(collective: str, size: int) -> list[float]:
+    """On a rank: the seconds of a call in each group of calls. Raises if a value is wrong."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    all_ranks = [range(start, start + size) for start in range(0, num_ranks, size)]
-    groups = [dist.group.WORLD] if size == num_ranks else [dist.new_group(ranks) for ranks in all_ranks]
-    group, ranks = groups[rank // size], all_ranks[rank // size]
-    where = f"between ranks {list(ranks)}"
-    mine = torch.full((NUM_ELEMENTS,), float(rank), device=device())
-    whole = torch.empty(size * NUM_ELEMENTS, device=device())
-    dist.all_gather_into_tensor(whole, mine, group=group)
-    in_order = torch.tensor([*ranks], device=device(), dtype=torch.float32).repeat_interleave(NUM_ELEMENTS)
-    check(f"all-gather {where}", whole, in_order)
-    dist.reduce_scatter_tensor(mine, whole, group=group)
-    check(f"reduce-scatter {where}", mine, torch.full_like(mine, float(rank * size)))
-    dist.all_reduce(mine, group=group)
-    check(f"all-reduce {where}", mine, torch.full_like(mine, float(size * sum(ranks))))
+    count = size // torch.bfloat16.itemsize // num_ranks
+    # Element i of rank r's shard is r + i % 5. Sums of equal tensors on all ranks are exact up to 256.
+    pattern = (torch.arange(count, device=device()) % 5).to(torch.bfloat16)
+    whole = torch.cat([pattern + other for other in range(num_ranks)])
+    shard = whole.chunk(num_ranks)[rank].clone()
+    if collective == "all-gather":
+        read, right = shard, whole
+    else:
+        read, right = whole, num_ranks * shard
+    written = torch.empty_like(right)
+    COLLECTIVES[collective](written, read)
+    num_wrong = int((written != right).sum())
+    if num_wrong:
+        raise AssertionError(f"{collective} of {size} bytes: {num_wrong} wrong values of {len(right)}")
+    times = []
+    for _ in range(NUM_GROUPS):
+        device_module().synchronize()
+        begin = time.perf_counter()
+        for _ in range(NUM_CALLS):
+            COLLECTIVES[collective](written, read)
+        device_module().synchronize()
+        times.append((time.perf_counter() - begin) / NUM_CALLS)
+    return times
 
 
-def check(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Raises an error if the tensors differ."""
-    if not torch.equal(found, expected):
-        where = int((found != expected).nonzero()[0])
-        raise AssertionError(
-            f"{name} on {dist.get_backend()}: element {where} is {float(found[where])}, not {float(expected[where])}"
-        )
+def costs(findings: Iterable[Finding]) -> list[dict[str, Any]]:
+    """The latency and the rate of each collective and number of ranks.
+
+    The latency is the time of the smallest size in seconds, the rate that of the fastest size in bytes per second.
+    """
+    rows: dict[tuple[str, int], list[Finding]] = {}
+    for one in findings:
+        rows.setdefault((one["collective"], one["ranks"]), []).append(one)
+    return [
+        {
+            "collective": collective,
+            "ranks": ranks,
+            "latency": some[0]["us"] / 1e6,
+            "rate": max(row["bytes"] / row["us"] for row in some) * 1e6,
+        }
+        for (collective, ranks), some in rows.items()
+    ]

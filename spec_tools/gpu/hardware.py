@@ -1,72 +1,72 @@
-"""The first stage: versions, one line for each rank, and facts of this machine with warnings.
-
-It yields three findings, in this order, so that the most important lines appear first:
-
-1. versions and devices. Nothing here uses the memory of a GPU, because a GPU in the exclusive compute mode would then
-   refuse the ranks;
-2. the ranks, see ``first.py``. Each has computed on its device and taken part in an all-reduce;
-3. the facts of ``machine.py`` and the warnings of ``remarks.py``.
-
-Spec: KIT-02, KIT-10, KIT-11.
-"""
+"""The devices that the command can use, and the stage ``hardware``: devices and versions of this machine."""
 
 from __future__ import annotations
 
-import os
-import platform as python_platform
+import platform
+import re
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from spec_tools.gpu import machine, remarks
-from spec_tools.gpu.first import check_ranks, line_of_versions
-from spec_tools.gpu.nvidia_smi import ask_command
-from spec_tools.gpu.platforms import CUDA, Platform
+from spec_tests.harness import device, simulated
 
-__all__ = ["work"]
-
-
-def work(platform: Platform, num_ranks: int) -> Iterator[dict[str, Any]]:
-    """Yields the three findings."""
-    versions = {"Python": python_platform.python_version(), "torch": torch.__version__} | _versions(platform)
-    architectures = torch.cuda.get_arch_list() if platform is CUDA else []
-    yield {
-        "outcome": "passed",
-        "versions": versions,
-        "architectures": architectures,
-        "devices": _gpus() if platform is CUDA else [{"name": f"device type {platform.device_type}"}],
-        "processors": os.cpu_count(),
-        "system": f"{python_platform.system()} {python_platform.release()}",
-        "lines": [line_of_versions(versions, architectures)],
-    }
-    yield check_ranks(platform, num_ranks)
-    facts = machine.look(platform)
-    warnings = remarks.warnings(facts)
-    yield {
-        "outcome": "passed",
-        "machine": facts,
-        "warnings": warnings,
-        "lines": [*machine.lines(facts), *(f"WARN {one['text']}. Remedy: {one['remedy']}" for one in warnings)],
-    }
+CAUTIONS = {
+    "cuda": "",
+    "cpu": "Tried on the CPU, with gloo: nothing about a GPU is shown.",
+    "simulated": "Tried on a simulated accelerator: nothing about a GPU is shown.",
+}
 
 
-def _versions(platform: Platform) -> dict[str, str]:
-    if platform is not CUDA:
-        return {}
-    nccl: Any = torch.cuda.nccl
-    return {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl.version())), "driver": _driver()}
+def why_not_available(kind: str) -> str:
+    """Why this machine cannot run on the device, as one sentence; empty if it can."""
+    if kind == "simulated" and not simulated.is_available():
+        return f"The simulated accelerator cannot be used with torch {torch.__version__}."
+    if kind == "cuda" and not torch.cuda.is_available():
+        return (
+            f"There is no GPU here that torch {torch.__version__} can use ({_why_no_gpu()}); --device cpu needs none."
+        )
+    return ""
+
+
+def _why_no_gpu() -> str:
+    """Why ``torch.cuda.is_available()`` is False, for example because the driver is too old for this build of torch."""
+    if torch.version.cuda is None:
+        return "this build has no CUDA"
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return f"CUDA {torch.version.cuda}: {str(error).splitlines()[0]}"
+    return f"CUDA {torch.version.cuda} finds no device"
+
+
+def num_devices(kind: str) -> int:
+    """The number of ranks that can have a device of their own; 1 without GPUs."""
+    return torch.cuda.device_count() if kind == "cuda" else 1
+
+
+def work() -> Iterator[dict[str, Any]]:
+    """Yields one finding. The process ends afterwards, so it does not keep memory of a GPU."""
+    versions = {"Python": platform.python_version(), "torch": torch.__version__}
+    devices = [{"name": f"device type {device().type}"}]
+    if device().type == "cuda":
+        nccl: Any = torch.cuda.nccl
+        versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl.version())), "driver": _driver()}
+        devices = [_gpu(index) for index in range(torch.cuda.device_count())]
+    names = Counter(one["name"] for one in devices)
+    words = [*(f"{number} x {name}" for name, number in names.items()), *map(" ".join, versions.items())]
+    yield {"versions": versions, "devices": devices, "line": ", ".join(words)}
+
+
+def _gpu(index: int) -> dict[str, Any]:
+    facts = torch.cuda.get_device_properties(index)
+    free, total = (round(memory / 2**30, 1) for memory in torch.cuda.mem_get_info(index))
+    return {"name": facts.name, "capability": f"{facts.major}.{facts.minor}", "GiB": total, "free GiB": free}
 
 
 def _driver() -> str:
-    text = ask_command(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
-    return next(iter((text or "").split()), "unknown, nvidia-smi gives no answer")
-
-
-def _gpus() -> list[dict[str, Any]]:
-    found = []
-    for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        memory = {"GiB": round(facts.total_memory / 2**30, 1)}
-        found.append({"name": facts.name, "capability": f"{facts.major}.{facts.minor}", **memory})
-    return found
+    path = Path("/proc/driver/nvidia/version")
+    found = re.search(r"\d+\.\d+(\.\d+)?", path.read_text()) if path.exists() else None
+    return found[0] if found else "unknown"

@@ -11,7 +11,7 @@ before randomly selected operators, events and waits, it keeps the stream busy f
 The seed selects whether the communication streams are late, the compute stream, or both. Each rank draws its own
 delays. Values are correct if they equal, bit by bit, those of a *reference*. The reference synchronizes the device
 after every operator, so that nothing runs in parallel. It is trained twice. If the two results differ, the kernels of
-this machine are not deterministic, races cannot be detected, and the chunk fails with this reason.
+this machine are not deterministic, races cannot be detected, and the finding has this reason.
 
 The delays come from a dispatch mode. It receives each operator and each collective on the stream on which it is issued,
 in forward, in backward and in the optimizer.
@@ -26,14 +26,16 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minifsdp
@@ -41,85 +43,66 @@ from minifsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisio
 from spec_tests.fsdp2.int8_shards import Int8Shards, extended
 from spec_tests.harness import device, pool
 from spec_tests.models.modules import MLP
-from spec_tools.gpu.on_ranks import on_ranks
-from spec_tools.gpu.platforms import Platform, find
-from spec_tools.gpu.smoke import own_device
+from spec_tests.models.running import batch
+from spec_tests.models.sharding import line_mesh
+from spec_tools.gpu.job import Finding, device_module, on_ranks
 
-__all__ = ["CONFIGURATIONS", "LATE", "Delays", "Trained", "first_difference", "train", "work"]
-
+LIMIT = 300.0
 NUM_STEPS = 4
 MICRO_BATCHES = 2  # in a step that accumulates
-WIDTH, NUM_BLOCKS, NUM_ROWS = 192, 4, 16
+WIDTH, NUM_BLOCKS = 192, 4
 LATE = ("communication streams", "compute stream", "all streams")
-AGAIN = -1  # the seed of the finding about the equality of the two references
 SHARE = 0.2  # fraction of the operators of a late stream that are delayed
 LONGEST = 2.0  # longest delay in milliseconds
+# `_sleep` counts cycles of the GPU's clock, which runs at 1 to 2 GHz. A delay need not be exact.
+CYCLES_PER_MILLISECOND = 1_500_000
 
 Trained = list[dict[str, Tensor]]  # for each step, the tensors of this rank after it, by name
-Build = Callable[[nn.Module], nn.Module]
 
 
-def work(
-    platform: Platform, configuration: str, num_ranks: int, num_seeds: int, hang_limit: float
-) -> Iterator[dict[str, Any]]:
-    """Yields a finding for the reference, and then one for each seed."""
+def work(num_ranks: int, num_seeds: int) -> Iterator[Finding]:
+    """Yields a finding for each configuration."""
     # For sums in a fixed order inside cuBLAS. The ranks inherit it, and it must be set before their first kernel.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    about = {"configuration": configuration, "ranks": num_ranks}
-    arguments = {"name": platform.name, "configuration": configuration, "num_seeds": num_seeds}
-    try:
-        by_rank = on_ranks(platform, num_ranks, hunt, hang_limit, **arguments)
-    except pool.Failure as failure:
-        yield {**about, "outcome": "failed", "text": f"{configuration} on {num_ranks} ranks:\n{failure}"}
-        return
-    for seed, findings in enumerate(zip(*by_rank, strict=True), start=AGAIN):
-        joined = {**about, "seed": seed, **_joined(findings)}
-        if joined["outcome"] == "failed":
-            joined["text"] = f"{configuration}, {num_ranks} ranks, seed {seed}, {joined['text']}"
-        yield joined
-        if joined["outcome"] == "failed" and seed == AGAIN:
-            return
-
-
-def _joined(findings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The findings of all ranks for one seed as one finding, with the text of the first rank that found a
-    difference."""
-    stated = next((finding for finding in findings if finding["outcome"] == "failed"), findings[0])
-    return {**stated, "delays": sum(finding["delays"] for finding in findings)}
+    for configuration in CONFIGURATIONS:
+        finding = {"configuration": configuration, "ranks": num_ranks, "seeds": num_seeds}
+        try:
+            by_rank = on_ranks(num_ranks, hunt, LIMIT, configuration=configuration, num_seeds=num_seeds)
+        except pool.Failure as failure:
+            yield {**finding, "text": f"{configuration} on {num_ranks} ranks:\n{failure}"}
+            continue
+        finding["delays"] = sum(delays for delays, _ in by_rank)
+        texts = [text for _, text in by_rank if text]
+        yield {**finding, "text": f"{configuration}, {num_ranks} ranks, {texts[0]}"} if texts else finding
 
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
 
-def hunt(name: str, configuration: str, num_seeds: int) -> list[dict[str, Any]]:
-    """A finding for the second training of the reference, and one for each seed."""
-    platform = find(name)
-    reference = train(configuration, Synchronised(platform))
-    again = train(configuration, Synchronised(platform))
-    findings = [_finding("no delays: the kernels are not deterministic, so races stay hidden", 0, reference, again)]
+def hunt(configuration: str, num_seeds: int) -> tuple[int, str]:
+    """The number of delays, and the first difference: the seed, the streams that were late, the step and the name."""
+    reference = train(configuration, Synchronized())
+    found = first_difference(reference, train(configuration, Synchronized()))
+    if found:
+        found = f"no delays: the kernels are not deterministic, so races stay hidden: {found}"
+    num_delays = 0
+    # All ranks train with all seeds, because they wait for each other.
     for seed in range(num_seeds):
-        delays = Delays(platform, seed, dist.get_rank())
-        found = train(configuration, delays)
-        findings.append(_finding(f"{delays.late} late", delays.num_delays, reference, found))
-    return findings
-
-
-def _finding(circumstances: str, num_delays: int, reference: Trained, found: Trained) -> dict[str, Any]:
-    """Whether two trainings are equal on this rank."""
-    difference = first_difference(reference, found)
-    if not difference:
-        return {"outcome": "passed", "delays": num_delays}
-    text = f"rank {dist.get_rank()}, {circumstances}: {difference}"
-    return {"outcome": "failed", "delays": num_delays, "text": text}
+        delays = Delays(seed, dist.get_rank())
+        difference = first_difference(reference, train(configuration, delays))
+        num_delays += delays.num_delays
+        if difference and not found:
+            found = f"seed {seed}, rank {dist.get_rank()}, {delays.late} late: {difference}"
+    return num_delays, found
 
 
 def first_difference(reference: Trained, found: Trained) -> str:
     """The step and name of the first difference between two trainings; empty if they are equal bit by bit."""
     for step, (right, mine) in enumerate(zip(reference, found, strict=True)):
         for name, value in right.items():
-            if not torch.equal(_bits(value), _bits(mine[name])):
-                num = int((_bits(value) != _bits(mine[name])).sum())
-                return f"step {step}, {name}: {num} of {_bits(value).numel()} bytes differ"
+            num = int((_bits(value) != _bits(mine[name])).sum())
+            if num:
+                return f"step {step}, {name}: {num} bytes differ"
     return ""
 
 
@@ -129,22 +112,25 @@ def _bits(value: Tensor) -> Tensor:
 
 
 def train(configuration: str, mode: TorchDispatchMode) -> Trained:
-    """Trains a small model under a mode; returns the loss and the local shards of all parameters after each step."""
+    """Trains a small model under a mode; returns the loss and the local shards of all parameters after each step.
+
+    The last word of a configuration can change the loop: ``accumulation``, ``side stream``.
+    """
     torch.manual_seed(0)
     model = CONFIGURATIONS[configuration](build_model().to(device()))
-    # Extensions of the tests do not support operators on lists of tensors.
-    is_extended = configuration.endswith("custom all-gather")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False if is_extended else None)
-    accumulates = configuration.endswith("accumulation")
-    forward_stream = new_stream(device()) if configuration.endswith("side stream") else None
+    # One operator for each parameter, because extensions of the tests do not support lists of tensors.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+    num_micro = MICRO_BATCHES if configuration.endswith("accumulation") else 1
+    is_aside = configuration.endswith("side stream") and device().type != "cpu"
+    stream = device_module().Stream(device=device()) if is_aside else None
     trained: Trained = []
     with mode:
         for step in range(NUM_STEPS):
             losses = []
-            for micro in range(MICRO_BATCHES if accumulates else 1):
-                with _no_sync(model) if accumulates and micro == 0 else contextlib.nullcontext():
-                    with _on(forward_stream):
-                        loss = model(_batch(step, micro)).square().mean()
+            for micro in range(num_micro):
+                with contextlib.nullcontext() if micro == num_micro - 1 else _without_reduction(model):
+                    with _on(stream):
+                        loss = model(batch(MICRO_BATCHES * step + micro, width=WIDTH)).square().mean()
                     loss.backward()
                 losses.append(loss.detach())
             optimizer.step()
@@ -156,18 +142,8 @@ def train(configuration: str, mode: TorchDispatchMode) -> Trained:
 
 
 def _local(parameter: Tensor) -> Tensor:
-    local: Tensor = parameter.detach()
-    return local.to_local() if hasattr(local, "to_local") else local
-
-
-def _batch(step: int, micro: int) -> Tensor:
-    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + dist.get_rank())
-    return torch.randn(NUM_ROWS, WIDTH, generator=generator).to(device())
-
-
-def new_stream(here: torch.device) -> Any:
-    """A new stream of an accelerator; ``None`` on the CPU."""
-    return None if here.type == "cpu" else torch.get_device_module(here).Stream(device=here)
+    whole: Any = parameter.detach()
+    return whole.to_local() if isinstance(whole, DTensor) else whole
 
 
 @contextlib.contextmanager
@@ -176,54 +152,53 @@ def _on(stream: Any) -> Iterator[None]:
     if stream is None:
         yield
         return
-    module = torch.get_device_module(device())
-    outer = module.current_stream()
+    outer = device_module().current_stream()
     stream.wait_stream(outer)
-    with module.stream(stream):
+    with device_module().stream(stream):
         yield
     outer.wait_stream(stream)
 
 
 @contextlib.contextmanager
-def _no_sync(model: nn.Module) -> Iterator[None]:
-    mesh = getattr(next(model.parameters()), "device_mesh", None)
-    if mesh is not None and mesh.ndim > 1:
-        assert isinstance(model, minifsdp.FSDPModule)
-        # Reduces over the shard group only; the next backward all-reduces the sum over the replicas.
-        model.set_requires_all_reduce(False)
-        yield
-        model.set_requires_all_reduce(True)
-    elif isinstance(model, minifsdp.FullyShardedDataParallel):
+def _without_reduction(model: nn.Module) -> Iterator[None]:
+    if isinstance(model, minifsdp.FullyShardedDataParallel):
         with model.no_sync():
             yield
-    else:
-        assert isinstance(model, minifsdp.FSDPModule)
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
+        return
+    assert isinstance(model, minifsdp.FSDPModule)
+    is_hybrid = next(model.parameters()).device_mesh.ndim > 1  # type: ignore[attr-defined]
+    # A hybrid mesh reduces over the shard group; the next backward all-reduces the sum over the replicas.
+    reduce = model.set_requires_all_reduce if is_hybrid else model.set_requires_gradient_sync
+    reduce(False)
+    yield
+    reduce(True)
+
+
+def keep_busy(milliseconds: float) -> None:
+    """Keeps the current stream busy, without stopping the CPU. Does nothing without a GPU."""
+    if device().type == "cuda":
+        torch.cuda._sleep(int(milliseconds * CYCLES_PER_MILLISECOND))
 
 
 class Delays(TorchDispatchMode):
     """Delays streams.
 
     Args:
-        platform: the platform that delays a stream.
         seed: determines which streams are late, and before which of their operators.
         rank: the rank; each rank draws delays of its own.
     """
 
-    def __init__(self, platform: Platform, seed: int, rank: int) -> None:
+    def __init__(self, seed: int, rank: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.platform = platform
         self.late = LATE[seed % len(LATE)]
         self.random = random.Random(1000 * seed + rank)
-        self.compute_stream = platform.current_stream()
+        self.compute_stream = device_module().current_stream()
         self.num_delays = 0
 
     def __enter__(self) -> Any:
         stack = self._patches = contextlib.ExitStack()
         kind = type(self.compute_stream)
-        for name in ("record_event", "wait_event") if self.platform.device_type != "cpu" else ():
+        for name in ("record_event", "wait_event") if device().type != "cpu" else ():
             stack.enter_context(mock.patch.object(kind, name, self._delayed(getattr(kind, name))))
         return super().__enter__()  # type: ignore[no-untyped-call]
 
@@ -235,7 +210,7 @@ class Delays(TorchDispatchMode):
         """Delays a stream before it records an event, so that the event is late, or before it waits for one."""
 
         def delayed(stream: Any, *arguments: Any) -> Any:
-            with torch.get_device_module(stream.device).stream(stream):
+            with device_module().stream(stream):
                 self._delay(stream)
             return call(stream, *arguments)
 
@@ -245,23 +220,22 @@ class Delays(TorchDispatchMode):
         is_late = self.late in (LATE[1] if stream == self.compute_stream else LATE[0], LATE[2])
         if is_late and self.random.random() < SHARE:
             self.num_delays += 1
-            self.platform.sleep(LONGEST * self.random.random())
+            keep_busy(LONGEST * self.random.random())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self._delay(self.platform.current_stream())
+        self._delay(device_module().current_stream())
         return func(*args, **(kwargs or {}))
 
 
-class Synchronised(TorchDispatchMode):
+class Synchronized(TorchDispatchMode):
     """Synchronizes the whole device after each operator, so that nothing runs in parallel."""
 
-    def __init__(self, platform: Platform) -> None:
+    def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.platform = platform
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.platform.synchronize()
+        device_module().synchronize()
         return result
 
 
@@ -273,35 +247,25 @@ def build_model() -> nn.Module:
     return nn.Sequential(*(MLP(WIDTH, 2 * WIDTH) for _ in range(NUM_BLOCKS)), nn.Linear(WIDTH, 8))
 
 
-def _wrapper(**options: Any) -> Build:
-    """Builds with ``FullyShardedDataParallel``."""
+def _wrapper(model: nn.Module, **options: Any) -> minifsdp.FullyShardedDataParallel:
+    mesh = _grid() if "HYBRID" in str(options.get("sharding_strategy")) else None
     policy = minifsdp.wrap.ModuleWrapPolicy({MLP})
-
-    def build(model: nn.Module) -> nn.Module:
-        mesh = _grid() if "HYBRID" in str(options.get("sharding_strategy")) else None
-        return minifsdp.FullyShardedDataParallel(
-            model, auto_wrap_policy=policy, device_id=own_device(), device_mesh=mesh, **options
-        )
-
-    return build
+    own = device() if device().index is not None else None
+    return minifsdp.FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=own, device_mesh=mesh, **options)
 
 
-def _function(hybrid: bool = False, **options: Any) -> Build:
-    """Builds with ``fully_shard``."""
-
-    def build(model: nn.Module) -> nn.Module:
-        mesh = _grid() if hybrid else init_device_mesh(device().type, (dist.get_world_size(),))
-        for block in model.children():
-            if isinstance(block, MLP):
-                minifsdp.fully_shard(block, mesh=mesh, **options)
-        return minifsdp.fully_shard(model, mesh=mesh, **options)
-
-    return build
+def _function(model: nn.Module, hybrid: bool = False, **options: Any) -> nn.Module:
+    mesh = _grid() if hybrid else line_mesh()
+    for block in model.children():
+        if isinstance(block, MLP):
+            minifsdp.fully_shard(block, mesh=mesh, **options)
+    return minifsdp.fully_shard(model, mesh=mesh, **options)
 
 
-def _single_parameters(model: nn.Module) -> nn.Module:
-    """Units of one parameter, whose gradient autograd may also use for another input."""
-    return _wrapper()(nn.Sequential(*(Shift() for _ in range(NUM_BLOCKS)), nn.Linear(WIDTH, 8)).to(device()))
+def _grid() -> DeviceMesh:
+    """A mesh of two replicas, each sharded over half of the ranks."""
+    names = ("replicate", "shard")
+    return init_device_mesh(device().type, (2, dist.get_world_size() // 2), mesh_dim_names=names)
 
 
 class Shift(MLP):
@@ -309,17 +273,21 @@ class Shift(MLP):
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
-        self.weight = nn.Parameter(torch.randn(NUM_ROWS, WIDTH))
+        self.weight = nn.Parameter(torch.randn(3, WIDTH))  # as large as a batch
 
     def forward(self, x: Tensor) -> Tensor:
         """The same gradient for both operands."""
         return (x + self.weight).tanh()
 
 
+def _single_parameters(model: nn.Module) -> nn.Module:
+    """Units of one parameter, whose gradient autograd may also use for another input."""
+    return _wrapper(nn.Sequential(*(Shift() for _ in range(NUM_BLOCKS)), nn.Linear(WIDTH, 8)).to(device()))
+
+
 def _with_hook(model: nn.Module) -> nn.Module:
     """A communication hook that divides in place."""
-    wrapped = _wrapper()(model)
-    assert isinstance(wrapped, minifsdp.FullyShardedDataParallel)
+    wrapped = _wrapper(model)
     wrapped.register_comm_hook(dist.get_world_size(), _divide_and_reduce)
     return wrapped
 
@@ -331,7 +299,7 @@ def _divide_and_reduce(num_ranks: int, whole: Tensor, local_shard: Tensor) -> No
 
 def _steps_in_backward(model: nn.Module) -> nn.Module:
     """Each parameter is updated as soon as its gradient is reduced."""
-    sharded = _function()(model)
+    sharded = _function(model)
     for parameter in sharded.parameters():
         parameter.register_post_accumulate_grad_hook(_descend)
     return sharded
@@ -339,51 +307,48 @@ def _steps_in_backward(model: nn.Module) -> nn.Module:
 
 @torch.no_grad()
 def _descend(parameter: Tensor) -> None:
+    assert parameter.grad is not None
     parameter.sub_(parameter.grad, alpha=0.1)
     parameter.grad = None
 
 
 def _extended(model: nn.Module) -> nn.Module:
     """Matrices are all-gathered as int8 with one scale for each rank, by an extension."""
-    return _function()(extended(model, Int8Shards))
-
-
-def _grid() -> Any:
-    """A mesh of two replicas, each sharded over half of the ranks."""
-    names = ("replicate", "shard")
-    return init_device_mesh(device().type, (2, dist.get_world_size() // 2), mesh_dim_names=names)
+    return _function(extended(model, Int8Shards))
 
 
 _BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 _FP16 = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
+_OF_WRAPPER: dict[str, dict[str, Any]] = {
+    "wrapper": {},
+    "wrapper, original parameters": {"use_orig_params": True},
+    "wrapper, SHARD_GRAD_OP": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
+    "wrapper, HYBRID_SHARD": {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},
+    "wrapper, NO_SHARD": {"sharding_strategy": ShardingStrategy.NO_SHARD},
+    "wrapper, bfloat16": {"mixed_precision": _BF16},
+    "wrapper, bfloat16, original parameters": {"mixed_precision": _BF16, "use_orig_params": True},
+    "wrapper, float16": {"mixed_precision": _FP16},
+    "wrapper, side stream": {},
+    "wrapper, forward prefetch": {"forward_prefetch": True},
+    "wrapper, no limiter": {"limit_all_gathers": False},
+    "wrapper, offload": {"cpu_offload": CPUOffload(offload_params=True)},
+    "wrapper, accumulation": {},
+}
 _BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-
-CONFIGURATIONS: dict[str, Build] = {
-    "wrapper": _wrapper(),
-    "wrapper, original parameters": _wrapper(use_orig_params=True),
-    "wrapper, SHARD_GRAD_OP": _wrapper(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
-    "wrapper, HYBRID_SHARD": _wrapper(sharding_strategy=ShardingStrategy.HYBRID_SHARD),
-    "wrapper, NO_SHARD": _wrapper(sharding_strategy=ShardingStrategy.NO_SHARD),
-    "wrapper, bfloat16": _wrapper(mixed_precision=_BF16),
-    "wrapper, bfloat16, original parameters": _wrapper(mixed_precision=_BF16, use_orig_params=True),
-    "wrapper, float16": _wrapper(mixed_precision=_FP16),
+_OF_FUNCTION: dict[str, dict[str, Any]] = {
+    "function": {},
+    "function, bfloat16": {"mp_policy": _BF16_POLICY},
+    "function, offload": {"offload_policy": CPUOffloadPolicy()},
+    "function, accumulation": {},
+    "function, kept after forward": {"reshard_after_forward": False},
+    "function, side stream": {},
+}
+CONFIGURATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    **{name: partial(_wrapper, **options) for name, options in _OF_WRAPPER.items()},
     "wrapper, single parameters": _single_parameters,
     "wrapper, communication hook": _with_hook,
-    "wrapper, side stream": _wrapper(),
-    "wrapper, forward prefetch": _wrapper(forward_prefetch=True),
-    "wrapper, no limiter": _wrapper(limit_all_gathers=False),
-    "wrapper, offload": _wrapper(cpu_offload=CPUOffload(offload_params=True)),
-    "wrapper, accumulation": _wrapper(),
-    "function": _function(),
-    "function, kept after forward": _function(reshard_after_forward=False),
-    "function, hybrid": _function(hybrid=True),
-    "function, bfloat16": _function(mp_policy=_BF16_POLICY),
-    "function, hybrid, bfloat16": _function(hybrid=True, mp_policy=_BF16_POLICY),
-    "function, offload": _function(offload_policy=CPUOffloadPolicy()),
-    "function, hybrid, offload": _function(hybrid=True, offload_policy=CPUOffloadPolicy()),
+    **{name: partial(_function, **options) for name, options in _OF_FUNCTION.items()},
+    **{f"hybrid {name}": partial(_function, hybrid=True, **options) for name, options in _OF_FUNCTION.items()},
     "function, optimizer in backward": _steps_in_backward,
-    "function, side stream": _function(),
     "function, custom all-gather": _extended,
-    "function, accumulation": _function(),
-    "function, hybrid, accumulation": _function(hybrid=True),
 }

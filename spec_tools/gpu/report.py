@@ -1,10 +1,9 @@
-"""The report: a Markdown file for people, and a JSON file with the same name for programs.
+"""The report: one JSON record with all findings, and a readable text with the same name.
 
-The Markdown file begins with a summary for an issue. The JSON file contains all of it. Neither contains names of hosts
-or users, addresses, or paths, except with ``--with-names``.
+The text begins with the hardware and the stages: what passed, failed or did not run. Then it has a table of the
+findings of each stage, and the last lines of output of everything that failed.
 
-    write(report, path)         writes both files
-    read(path)                  reads a report from either of them, for example from an attachment to an issue
+The record is also the state of the run: a later command with the same circumstances continues it.
 """
 
 from __future__ import annotations
@@ -12,163 +11,147 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import minifsdp
-from spec_tests.harness.accounting import KINDS, kind_of_proof, read_rows, verdict
-from spec_tools.gpu import control
-from spec_tools.gpu.beside import write_beside
-from spec_tools.gpu.chunks import ROOT, Outcome
-from spec_tools.gpu.names import without_names
-from spec_tools.gpu.platforms import Platform
-from spec_tools.gpu.text import markdown
+import torch
 
-__all__ = ["compose", "read", "write"]
+import minifsdp
+from spec_tools.gpu.collectives import costs
+from spec_tools.gpu.hardware import CAUTIONS
+from spec_tools.gpu.process import ROOT, Job, Outcome
+from spec_tools.gpu.stages import STAGES
 
 FORMAT = 1
-# The end of earlier reports, which were one file.
-BEGIN, END = "\n## All of it, for programs\n\n```json\n", "\n```\n"
-Report = dict[str, Any]
+# The columns of the tables. A finding that is a failure has a text.
+COLUMNS = {
+    "collectives": ("collective", "ranks", "bytes", "us", "busbw"),
+    "steps": ("size", "ranks", "contender", "ms", "host ms", "tokens/s", "peak GiB", "syncs", "mallocs", "result"),
+    "races": ("configuration", "ranks", "seeds", "delays", "text"),
+}
+Facts = Mapping[str, Any]
 
 
-def compose(
-    platform: Platform,
-    outcomes: Mapping[str, Outcome],
-    chosen: Sequence[str],
-    planned: int,
-    with_names: bool = False,
-) -> Report:
-    """The report for the current state of the run.
+def circumstances(device: str, num_devices: int, quick: bool) -> dict[str, Any]:
+    """The facts that outcomes depend on. If one of them changes, a run starts from the beginning."""
+    versions = {"torch": torch.__version__, "minifsdp": minifsdp.__version__, "commit": _commit()}
+    return {"device": device, "num_devices": num_devices, "quick": quick, **versions}
 
-    Args:
-        platform: the platform of the run.
-        outcomes: outcomes of all chunks that have begun, by name.
-        chosen: the stages of this run.
-        planned: number of chunks that have not run yet.
-        with_names: whether names of hosts and users, addresses and paths stay in the texts.
-    """
 
-    def findings(stage: str) -> list[dict[str, Any]]:
-        return [line for name, one in outcomes.items() if name.split("/")[0] == stage for line in one.findings]
+def _commit() -> str:
+    """The commit of the checkout, with ``-dirty`` if files have changed; empty outside a git checkout."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
+    with suppress(OSError):  # git is not installed
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return ""
 
-    suite = findings("suite")
-    report = {
+
+def compose(about: Facts, outcomes: Mapping[str, Outcome], jobs: Sequence[Job]) -> dict[str, Any]:
+    """The record of the current state: the circumstances, the outcomes by the name of the job, and all jobs."""
+    record: dict[str, Any] = {
         "format": FORMAT,
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "device": platform.name,
-        "caution": platform.caution,
-        "minifsdp": minifsdp.__version__,
-        "commit": commit(),
-        "hardware": _hardware(findings("hardware")),
-        "stages_chosen": list(chosen),
-        "chunks_not_run": planned,
-        "chunks": {name: _without_findings(outcome) for name, outcome in outcomes.items()},
-        "failed_tests": [line for line in suite if line.get("outcome") == "failed"],
-        "tests": _counts(suite),
-        "outcomes": {name: _outcome(test) for name, test in _tests(suite).items()},
-        "control": control.compare(outcomes),
-        "benchmarks": [line["measured"] for line in findings("benchmarks") if line.get("measured")],
-        **_requirements(suite),
-        **{stage: findings(stage) for stage in ("links", "collectives", "smoke", "bandwidth", "races", "steps")},
+        "about": about,
+        "jobs": {name: asdict(outcome) for name, outcome in outcomes.items()},
+        "not_run": [job.name for job in jobs if job.name not in outcomes],
     }
-    return report if with_names else without_names(report)
+    measured = list(findings(record, "collectives"))
+    record["hardware"] = next(findings(record, "hardware"), {})
+    # For `python -m minifsdp_tools.simulate --costs`.
+    record["shared"] = any(one["shared"] for one in measured)
+    record["collectives"] = costs(measured)
+    return record
 
 
-def _hardware(findings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The versions and devices, the ranks, and the facts of the machine, with the lines that the kit has printed.
-
-    Empty if the versions are not known.
-    """
-    if not findings or "versions" not in findings[0]:
-        return {}
-    lines = [line for finding in findings for line in finding.get("lines", ())]
-    return {name: value for finding in findings for name, value in finding.items()} | {"lines": lines}
+def findings(record: Facts, *stages: str) -> Iterator[dict[str, Any]]:
+    """All findings of these stages."""
+    for name, job in record["jobs"].items():
+        if name.split("/")[0] in stages:
+            yield from job["findings"]
 
 
-def commit() -> str:
-    """The commit of the checkout, with a plus sign if files have changed; empty outside a git checkout."""
-
-    def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(ROOT), *words], capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
-    try:
-        changed = git("status", "--porcelain", "--untracked-files=no")
-        return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
-    except OSError:  # git is not installed
-        return ""
+def tests(record: Facts) -> dict[str, dict[str, Any]]:
+    """The last finding of each test: a failed teardown comes after the test."""
+    return {one["test"]: one for one in findings(record, "smoke", "suite") if "test" in one}
 
 
-def _without_findings(outcome: Outcome) -> dict[str, Any]:
-    return {name: value for name, value in outcome.as_json().items() if name != "findings"}
+# ---- files ----------------------------------------------------------------------------------------------------------
 
 
-def _tests(findings: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The last finding of each test; if one of them failed, that one."""
-    tests: dict[str, dict[str, Any]] = {}
-    for line in findings:
-        if "test" in line and tests.get(line["test"], {}).get("outcome") != "failed":
-            tests[line["test"]] = line
-    return tests
-
-
-def _counts(findings: Sequence[dict[str, Any]]) -> dict[str, int]:
-    outcomes = [test["outcome"] for test in _tests(findings).values()]
-    return {word: outcomes.count(word) for word in ("passed", "failed", "skipped")}
-
-
-def _requirements(findings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """``rows``: the requirements whose tests passed, and those with a failed test; ``kinds`` of evidence by ID."""
-    outcomes: dict[str, dict[str, str | None]] = {}
-    for name, test in _tests(findings).items():
-        for row in test["rows"]:
-            outcomes.setdefault(row, {})[name] = _outcome(test)
-    verdicts = {row: verdict(outcomes[row]) for row in read_rows() if row in outcomes}
-    rows = {word: [row for row, said in verdicts.items() if said == word] for word in ("proven", "failed")}
-    return {"rows": rows, "kinds": {row: kind_of_proof(outcomes[row]) for row in rows["proven"]}}
-
-
-def _outcome(test: Mapping[str, Any]) -> str:
-    """The outcome of a test in the form of the accounting: with the kind of evidence, unless it is the behaviour."""
-    kind = test.get("kind", KINDS[0])
-    return test["outcome"] if kind == KINDS[0] or test["outcome"] != "passed" else f"passed ({kind})"
-
-
-# ---- writing and reading --------------------------------------------------------------------------------------------
-
-
-def write(report: Report, path: Path) -> None:
-    """Replaces the Markdown file ``path``, the JSON file with the same name, and the files of ``beside.py``."""
+def write(record: Facts, path: Path) -> None:
+    """Replaces the JSON file ``path`` and the text next to it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path.with_suffix(".json"), json.dumps(report, indent=1) + "\n")
-    _replace(path, "\n".join(markdown(report, path.with_suffix(".json").name)) + "\n")
-    write_beside(report, path)
+    for file, text in ((path, json.dumps(record, indent=1)), (path.with_suffix(".md"), "\n".join(_text(record)))):
+        # A reader sees the old file or the new one, even if the command is killed meanwhile.
+        new = file.with_name(file.name + ".new")
+        new.write_text(text + "\n", encoding="utf-8")
+        os.replace(new, file)
 
 
-def _replace(path: Path, text: str) -> None:
-    """A reader sees the old file or the new one, even if the kit is killed meanwhile."""
-    new = path.with_name(path.name + ".new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
-
-
-def read(path: Path) -> Report:
-    """The report in a JSON file, or the one that belongs to a Markdown file.
+def read(path: Path) -> dict[str, Any]:
+    """The record in a JSON file, or in the one next to a text.
 
     Raises:
-        ValueError: the file is not a report, its JSON file is missing, or its version is too new.
+        ValueError: the file is of another version.
     """
-    _, begin, rest = path.read_text(encoding="utf-8").rpartition(BEGIN)
-    beside = path.with_suffix(".json")
-    if not begin and not beside.exists():
-        raise ValueError(f"{path} is not a report of python -m spec_tools.gpu: there is no {beside.name} next to it")
-    try:
-        report: Report = json.loads(rest.removesuffix(END) if begin else beside.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{beside} is not a report of python -m spec_tools.gpu: {error}") from None
-    if report.get("format") != FORMAT:
-        raise ValueError(f"{path} has format {report.get('format')}; this version reads format {FORMAT}")
-    return report
+    record: dict[str, Any] = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    if record.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a report of this version of python -m spec_tools.gpu")
+    return record
+
+
+def earlier_outcomes(path: Path, about: Facts) -> dict[str, Outcome]:
+    """The outcomes of an earlier command with the same circumstances, without jobs that were stopped."""
+    record = read(path) if path.exists() else {}
+    if record.get("about") != about:
+        return {}
+    return {name: Outcome(**one) for name, one in record["jobs"].items() if one["word"] != "stopped"}
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+def _text(record: Facts) -> Iterator[str]:
+    about = record["about"]
+    yield f"# minifsdp {about['minifsdp']} on {about['device']}, {record['date']}"
+    yield f"\n**{CAUTIONS[about['device']]}**" if CAUTIONS[about["device"]] else ""
+    yield f"{record['hardware'].get('line', 'the hardware is not known')}, commit {about['commit'] or 'unknown'}"
+    yield from _table("Stages", ("stage", "passed", "not passed", "not run", "minutes", "first"), _stages(record))
+    if record["shared"]:
+        yield "\nRanks share a device, so no time of a collective has a meaning."
+    for stage, columns in COLUMNS.items():
+        yield from _table(stage.capitalize(), columns, findings(record, stage))
+    counts = Counter(test["outcome"] for test in tests(record).values())
+    yield f"\n## Tests\n\n{', '.join(f'{number} {word}' for word, number in counts.items()) or 'none has run'}"
+    for name, job in record["jobs"].items():
+        if job["word"] != "passed":
+            output = "\n".join(f"    {line}" for line in job["last_lines"].splitlines())
+            yield f"\n## {name}: {job['word']}\n\n{job['reason']}\n\n{output}"
+
+
+def _stages(record: Facts) -> Iterator[Facts]:
+    """For each stage, the numbers of jobs and the first one that did not pass."""
+    for stage in STAGES:
+        jobs = {name: job for name, job in record["jobs"].items() if name.split("/")[0] == stage}
+        bad = [f"{name}: {job['word']}, {job['reason']}" for name, job in jobs.items() if job["word"] != "passed"]
+        yield {
+            "stage": stage,
+            "passed": len(jobs) - len(bad),
+            "not passed": len(bad),
+            "not run": sum(name.split("/")[0] == stage for name in record["not_run"]),
+            "minutes": round(sum(job["seconds"] for job in jobs.values()) / 60, 1),
+            "first": bad[0] if bad else "",
+        }
+
+
+def _table(title: str, columns: Sequence[str], rows: Iterable[Facts]) -> Iterator[str]:
+    """A heading and a table."""
+    yield f"\n## {title}\n\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|"
+    for row in rows:
+        cells = [str(row.get(name, "")).partition("\n")[0].replace("|", "\\|")[:160] for name in columns]
+        yield f"| {' | '.join(cells)} |"

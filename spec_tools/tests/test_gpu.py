@@ -1,0 +1,407 @@
+"""``python -m spec_tools.gpu`` on CPUs: the whole command, jobs that fail, runs that are cut off, and each stage."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from minifsdp_tools.simulate.machine import measured_costs
+from spec_tests.harness import pool, ranks
+from spec_tests.waiting import comes_true
+from spec_tools.gpu import __main__ as command
+from spec_tools.gpu import collectives, hardware, process, races, report, stages, steps
+from spec_tools.gpu.process import ROOT, Job
+from tutorials.gpt import ranks as starting
+
+FUTURE = "ignore:.*is deprecated. Please use:FutureWarning"  # torch 2.13 has newer names for its collectives
+
+
+def python(name: str, program: str, *arguments: object, limit: float = 120.0) -> Job:
+    return Job(name, [sys.executable, "-c", program, *map(str, arguments)], limit)
+
+
+def use_jobs(patch: pytest.MonkeyPatch, *jobs: Job) -> None:
+    """Makes these jobs the only ones; all of them belong to the stage ``suite``."""
+    patch.setattr(command, "STAGES", {"suite": stages.Stage("is it so", lambda settings: list(jobs))})
+
+
+# ---- the whole command ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("KIT-02", "KIT-06", "KIT-07", "KIT-08", "KIT-09", "KIT-10", "KIT-16", "KIT-22")
+def test_all_stages_run_on_the_cpu_and_the_report_has_their_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stages, "QUICK_FILES", ("engine/test_collectives.py",))
+    monkeypatch.setattr(stages, "NUM_QUICK_SEEDS", 1)
+    assert command.main(["--device", "cpu", "--quick"], tmp_path) == 0
+
+    text = (tmp_path / "gpu-report-cpu.md").read_text()
+    record = report.read(tmp_path / "gpu-report-cpu.md")
+    title, note, versions, *_ = text.split("\n\n")[0].splitlines() + text.split("\n\n")[1].splitlines()
+    assert title.startswith("# minifsdp ")
+    assert note == "**Tried on the CPU, with gloo: nothing about a GPU is shown.**"
+    assert f"torch {torch.__version__}, commit " in versions
+    assert record["hardware"]["versions"]["torch"] in capsys.readouterr().out
+    assert [name.split("/")[0] for name in record["jobs"]] == list(stages.STAGES)
+    assert record["not_run"] == []
+    assert "| suite | 1 | 0 | 0 |" in text
+
+    compared = {test.partition("[")[2] for test in report.tests(record)}
+    assert {"mlp-wrapped-FULL_SHARD]", "mlp-fully_shard-HYBRID_SHARD]", "mlp-wrapped-NO_SHARD-adamw]"} <= compared
+    rows = list(report.findings(record, "collectives"))
+    assert {row["collective"] for row in rows} == set(collectives.COLLECTIVES)
+    assert all(row["us"] > 0 and row["shared"] for row in rows)
+    assert "no time of a collective has a meaning" in text
+    trained = list(report.findings(record, "steps"))
+    assert [row["contender"] for row in trained] == list(steps.CONTENDERS)
+    assert all(row["ms"] >= row["host ms"] > 0 and len(row["losses"]) == steps.NUM_WARM for row in trained)
+    raced = list(report.findings(record, "races"))
+    assert [row["configuration"] for row in raced] == list(races.CONFIGURATIONS)
+    assert "| wrapper | 4 | 1 | 0 |  |" in text  # the first seed delays communication streams, which a CPU has not
+
+
+@pytest.mark.spec("KIT-08")
+def test_stages_run_on_the_simulated_accelerator(tmp_path: Path) -> None:
+    assert command.main(["--device", "simulated", "--stages", "hardware", "collectives"], tmp_path) == 0
+    assert "**Tried on a simulated accelerator: nothing" in (tmp_path / "gpu-report-simulated.md").read_text()
+
+
+def no_driver(patch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
+
+    patch.setattr(torch.version, "cuda", "13.0")
+    patch.setattr(torch.cuda, "is_available", lambda: False)
+    patch.setattr(torch.cuda, "init", init)
+
+
+@pytest.mark.spec("KIT-01")
+def test_command_without_a_gpu_says_why_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_driver(monkeypatch)
+    assert command.main([], tmp_path) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(
+        f"There is no GPU here that torch {torch.__version__} can use (CUDA 13.0: The NVIDIA dri"
+    )
+    assert said.err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "this build has no CUDA" in hardware.why_not_available("cuda")
+
+
+@pytest.mark.spec("TRAIN-02")
+@pytest.mark.pure
+def test_tutorial_says_why_it_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    no_driver(monkeypatch)
+    chosen, remark = starting.choose_device("auto", local_rank=0, local_ranks=1)
+    assert chosen == torch.device("cpu")
+    assert remark.startswith("torch finds no GPU: The NVIDIA driver on your system is too old")
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert starting.choose_device("auto", local_rank=0, local_ranks=1) == (torch.device("cpu"), "")
+
+
+@pytest.mark.spec("KIT-26")
+def test_under_torchrun_only_rank_0_runs_and_its_jobs_have_no_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_jobs(monkeypatch, python("suite/a", "import os, sys; sys.exit('WORLD_SIZE' in os.environ)"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "1")
+    assert command.main(["--device", "cpu"], tmp_path) == 0
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setenv("RANK", "0")
+    assert command.main(["--device", "cpu"], tmp_path) == 0
+    assert list(report.read(tmp_path / "gpu-report-cpu.json")["jobs"]) == ["suite/a"]
+
+
+@pytest.mark.spec("KIT-02")
+@pytest.mark.pure
+def test_more_devices_mean_more_ranks_and_tests_for_gpus_are_first() -> None:
+    def names(stage: str, num_devices: int) -> list[str]:
+        return [job.name for job in stages.STAGES[stage].jobs(stages.Settings("cuda", num_devices))]
+
+    assert names("collectives", 1) == ["collectives/2"]
+    assert names("collectives", 8) == ["collectives/2", "collectives/4", "collectives/8"]
+    assert names("steps", 1) == ["steps/1"]
+    assert names("steps", 8) == ["steps/1", "steps/8"]
+    assert names("races", 1) == ["races/4"]
+    assert names("races", 8) == ["races/4", "races/8"]
+    texts = [(ROOT / "spec_tests" / name.removeprefix("suite/")).read_text() for name in names("suite", 1)]
+    order = [2 * ("mark.gpu" in text) + ('"STREAM-' in text) for text in texts]
+    assert [one >= 2 for one in order] == sorted((one >= 2 for one in order), reverse=True)
+    assert order[-1] == 0
+
+
+# ---- jobs that do not pass ------------------------------------------------------------------------------------------
+
+# A rank has a session of its own, like the workers of torchrun.
+HANGS = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+def wait_for_the_ranks(): time.sleep(600)
+wait_for_the_ranks()
+"""
+CRASHES = """
+import os, signal, pytest
+
+@pytest.mark.spec("CTOR-01")
+def test_before(): pass
+
+def test_that_crashes(): os.kill(os.getpid(), signal.SIGSEGV)
+"""
+
+
+@pytest.mark.spec("KIT-03", "KIT-04", "KIT-07", "KIT-23")
+def test_jobs_that_fail_hang_and_crash_are_reported_and_the_rest_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "gpu-box-7")
+    (tmp_path / "test_it.py").write_text(CRASHES)
+    crashes = stages._file(stages.Settings("cpu"), "suite", stages.TESTS / "test_it.py")
+    options = ["-p", "conftest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
+    words = [str(tmp_path / "test_it.py") if word.endswith("test_it.py") else word for word in crashes.command]
+    use_jobs(
+        monkeypatch,
+        python("suite/fails", f"raise ValueError('no value in {ROOT}/x on gpu-box-7')"),
+        python("suite/hangs", HANGS, limit=5.0),
+        Job(crashes.name, [*words, *options], crashes.limit),
+        python("suite/passes", ""),
+    )
+    assert command.main(["--device", "cpu"], tmp_path) == 1
+
+    record, text = report.read(tmp_path / "gpu-report-cpu.json"), (tmp_path / "gpu-report-cpu.md").read_text()
+    assert [(job["word"], job["reason"]) for job in record["jobs"].values()] == [
+        ("failed", "ValueError: no value in ./x on <host>"),
+        ("hung", "did not end within 5 s"),
+        ("crashed", "ended by SIGSEGV; it was in test_it.py::test_that_crashes"),
+        ("passed", ""),
+    ]
+    assert "in wait_for_the_ranks" in record["jobs"]["suite/hangs"]["last_lines"]
+    assert process.processes_of(tmp_path / "gpu" / "cpu") == []
+    assert [(test["outcome"], test["rows"]) for test in report.tests(record).values()] == [("passed", ["CTOR-01"])]
+    assert "| suite | 1 | 3 | 0 |" in text
+    assert "## suite/hangs: hung\n\ndid not end within 5 s\n\n" in text
+    assert str(ROOT) not in text
+    assert "gpu-box-7" not in text
+
+
+@pytest.mark.spec("KIT-27")
+def test_run_ends_with_its_time_and_lists_what_did_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_jobs(
+        monkeypatch, python("suite/a", ""), python("suite/b", "import time; time.sleep(600)"), python("suite/c", "")
+    )
+    monkeypatch.setattr(command, "SHORTEST", 0.0)
+    assert command.main(["--device", "cpu", "--minutes", "0.1"], tmp_path) == 1
+    record = report.read(tmp_path / "gpu-report-cpu.json")
+    assert [job["word"] for job in record["jobs"].values()] == ["passed", "stopped"]
+    assert record["not_run"] == ["suite/c"]
+    monkeypatch.setattr(command, "SHORTEST", 10.0)
+    assert command.main(["--device", "cpu", "--minutes", "0.1", "--fresh"], tmp_path) == 1
+    assert report.read(tmp_path / "gpu-report-cpu.json")["not_run"] == ["suite/a", "suite/b", "suite/c"]
+
+
+# ---- a run that is cut off ------------------------------------------------------------------------------------------
+
+# Records its name. "b" leaves a finding, and sleeps in its first run.
+DIARIST = """
+import os, sys, time
+from pathlib import Path
+name, folder = sys.argv[1], Path(sys.argv[2])
+with (folder / "diary").open("a") as file: file.write(name)
+with open(os.environ["MINIFSDP_GPU_FINDINGS"], "a") as file: file.write('{"line": "found"}\\n')
+if name == "b" and not (folder / "first").exists():
+    (folder / "first").touch()
+    time.sleep(600)
+"""
+
+
+def run_three_jobs(folder: Path) -> None:
+    # A shell starts background processes with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.MonkeyPatch.context() as patch:
+        use_jobs(patch, *(python(f"suite/{name}", DIARIST, name, folder) for name in "abc"))
+        sys.exit(command.main(["--device", "cpu"], folder))
+
+
+@pytest.mark.spec("KIT-05", "KIT-24")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_same_command_continues_a_run_that_was_cut_off(number: signal.Signals, tmp_path: Path) -> None:
+    first, second = (pool.fork_server().Process(target=run_three_jobs, args=(tmp_path,)) for _ in range(2))
+    first.start()
+    assert comes_true(lambda: (tmp_path / "first").exists(), 120)
+    os.kill(first.pid, number)
+    first.join(120)
+    jobs = report.read(tmp_path / "gpu-report-cpu.json")["jobs"]
+    assert jobs["suite/a"]["word"] == "passed"
+    if number != signal.SIGKILL:
+        assert jobs["suite/b"]["word"] == "stopped"
+        assert jobs["suite/b"]["findings"] == [{"line": "found"}]
+    second.start()
+    second.join(120)
+    assert second.exitcode == 0
+    assert (tmp_path / "diary").read_text() == "abbc"
+    assert process.processes_of(tmp_path / "gpu" / "cpu") == []
+
+
+@pytest.mark.spec("KIT-05", "KIT-07")
+@pytest.mark.pure
+def test_outcomes_of_another_commit_or_version_are_not_used(tmp_path: Path) -> None:
+    about = report.circumstances("cpu", 1, False)
+    path = tmp_path / "gpu-report.json"
+    outcome = process.Outcome("passed", 1.0)
+    report.write(report.compose(about, {"suite/a": outcome}, []), path)
+    assert report.earlier_outcomes(path, about) == {"suite/a": outcome}
+    assert report.earlier_outcomes(path, {**about, "commit": "another"}) == {}
+    path.write_text(json.dumps({"format": 2}))
+    with pytest.raises(ValueError, match="is not a report of this version"):
+        report.read(path)
+
+
+# ---- stages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("KIT-16")
+@pytest.mark.filterwarnings(FUTURE)
+@pytest.mark.parametrize("collective", collectives.COLLECTIVES)
+@ranks(2)
+def test_wrong_value_of_a_collective_is_an_error(collective: str) -> None:
+    right = collectives.COLLECTIVES[collective]
+
+    def wrong(written: Tensor, read: Tensor) -> None:
+        right(written, read)
+        written[3] += 1
+
+    assert len(collectives.measure(collective, 1 << 10)) == collectives.NUM_GROUPS
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(collectives.COLLECTIVES, collective, wrong)
+        with pytest.raises(AssertionError, match=f"{collective} of 1024 bytes: 1 wrong values of"):
+            collectives.measure(collective, 1 << 10)
+
+
+@pytest.mark.spec("KIT-18")
+@pytest.mark.pure
+def test_simulator_reads_the_times_of_collectives_from_the_report(tmp_path: Path) -> None:
+    points = {1_000: 10.0, 1_000_000: 50.0, 4_000_000: 100.0}
+    row = {"collective": "all-gather", "ranks": 8, "shared": False}
+    measured = [{**row, "bytes": size, "us": us, "busbw": 0.0} for size, us in points.items()]
+    outcome = process.Outcome("passed", 1.0, findings=measured)
+    path = tmp_path / "gpu-report.json"
+    report.write(report.compose(report.circumstances("cuda", 8, False), {"collectives/8": outcome}, []), path)
+    ((latency, rate),) = measured_costs(path).values()
+    assert latency == pytest.approx(10e-6)
+    assert rate == pytest.approx(4_000_000 / 100e-6)
+
+
+@pytest.mark.spec("KIT-09", "KIT-19")
+@pytest.mark.pure
+@pytest.mark.parametrize(
+    ("fails", "failed"),
+    [
+        ((), ["minifsdp fully_shard"]),
+        (("minifsdp FullyShardedDataParallel",), ["minifsdp FullyShardedDataParallel", "minifsdp fully_shard"]),
+        (("torch FullyShardedDataParallel", "minifsdp FullyShardedDataParallel"), ["minifsdp fully_shard"]),
+    ],
+)
+def test_step_fails_with_a_wrong_loss_and_if_only_minifsdp_lacks_memory(
+    fails: tuple[str, ...], failed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(*_: Any, contender: str, **__: Any) -> list[Any]:
+        if contender in fails:
+            raise pool.Failure("E   torch.OutOfMemoryError: CUDA out of memory")
+        return [{"losses": [9.0, 8.0 if contender == "minifsdp fully_shard" else 7.0]}]
+
+    monkeypatch.setattr(steps, "on_ranks", train)
+    found = {one["contender"]: one for one in steps.work(2, ["tiny"])}
+    assert [name for name, one in found.items() if "text" in one] == failed
+    assert all(found[name]["result"] == "torch.OutOfMemoryError: CUDA out of memory" for name in fails)
+    assert "losses [9.0, 8.0], expected [9.0, 7.0]" in found["minifsdp fully_shard"]["text"]
+
+
+class ReadsTheTime(nn.Linear):
+    """A model whose output depends on the number of delays so far."""
+
+    num_delays = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.num_delays
+
+
+def is_late(milliseconds: float) -> None:
+    ReadsTheTime.num_delays += 1
+
+
+@pytest.mark.spec("KIT-06")
+@ranks(2)
+def test_race_hunt_reports_the_first_step_and_name_that_a_delay_changes() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(races, "keep_busy", is_late)
+        patch.setitem(races.CONFIGURATIONS, "broken", lambda model: ReadsTheTime(races.WIDTH, 4))
+        num_delays, found = races.hunt("broken", 3)
+    assert num_delays > 0
+    # On the CPU everything is issued on one stream, the compute stream, so in the first seed nothing is late.
+    assert found.startswith("seed 1, rank ")
+    assert "compute stream late: step " in found
+
+
+@pytest.mark.spec("KIT-06")
+def test_race_hunt_says_that_a_reference_differs_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(races, "on_ranks", lambda *_, **__: [(0, ""), (0, "no delays: the kernels are not determi")])
+    finding = next(races.work(2, 1))
+    assert finding["text"] == "wrapper, 2 ranks, no delays: the kernels are not determi"
+
+
+@pytest.mark.spec("KIT-06")
+@pytest.mark.filterwarnings(FUTURE)
+@pytest.mark.parametrize(
+    "configuration",
+    ["wrapper, single parameters", "wrapper, communication hook", "hybrid function, accumulation"],
+)
+@ranks(4)
+def test_race_hunt_finds_no_difference_for_harmless_delays(configuration: str) -> None:
+    num_delays, found = races.hunt(configuration, 2)
+    assert found == ""
+    assert num_delays > 50
+
+
+@pytest.mark.spec("KIT-06")
+def test_seeds_delay_the_communication_streams_the_compute_stream_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Module:
+        current = "compute"
+
+        def current_stream(self) -> str:
+            return self.current
+
+    module = Module()
+    late: set[str] = set()
+    monkeypatch.setattr(races, "device_module", lambda: module)
+    monkeypatch.setattr(races, "keep_busy", lambda milliseconds: late.add(module.current))
+    for seed, expected in enumerate([{"gather"}, {"compute"}, {"gather", "compute"}]):
+        module.current = "compute"
+        late.clear()
+        with races.Delays(seed, 0):
+            for stream in ["compute", "gather"] * 50:
+                module.current = stream
+                torch.ones(1).add_(1)
+        assert late == expected
+
+
+@pytest.mark.spec("KIT-06")
+@pytest.mark.pure
+def test_first_difference_names_step_and_treats_nan_as_equal() -> None:
+    good = [{"loss": torch.tensor([1.0]), "weight": torch.tensor([1.0, float("nan")])} for _ in range(2)]
+    other = [good[0], {"loss": torch.tensor([1.0]), "weight": torch.tensor([1.5, float("nan")])}]
+    assert races.first_difference(good, good) == ""
+    assert races.first_difference(good, other) == "step 1, weight: 1 bytes differ"
