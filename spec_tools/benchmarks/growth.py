@@ -58,19 +58,7 @@ from spec_tools.benchmarks.contenders import CONTENDERS, OURS, TORCH
 from spec_tools.benchmarks.page import DATA, circumstances
 from spec_tools.benchmarks.workloads import Batch, Workload
 
-__all__ = [
-    "AXES",
-    "FSDPS",
-    "Decoder",
-    "Point",
-    "Shape",
-    "calls_per_step",
-    "join",
-    "large",
-    "materialised",
-    "measure",
-    "stored_bytes",
-]
+__all__ = ["FSDPS", "Decoder", "Point", "Shape", "calls_per_step", "join", "materialised", "stored_bytes"]
 
 CPU = torch.device("cpu")
 FSDPS = {name: contender for name, contender in CONTENDERS.items() if contender.shards}

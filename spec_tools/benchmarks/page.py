@@ -186,8 +186,11 @@ def record(results: Results, seconds: float, page: Path = PAGE, data: Path = DAT
     """Replaces the tables on the page, and writes the records.
 
     Raises:
-        ValueError: the page has no marks for the tables.
+        ValueError: some workloads were not measured, or the page has no marks for the tables.
     """
+    steps = _steps(results)
+    if steps.keys() != WORKLOADS.keys():
+        raise ValueError("only a run of all benchmarks is recorded")
     text = page.read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
@@ -195,7 +198,6 @@ def record(results: Results, seconds: float, page: Path = PAGE, data: Path = DAT
         raise ValueError(f"{page} has no lines {BEGIN.strip()!r} and {END.strip()!r} to write the tables between")
     facts = circumstances(seconds)
     page.write_text(before + begin + "\n" + "\n".join([*facts, "", *sections(results)]) + "\n" + end + after)
-    steps = _steps(results)
     curves = {
         name: [[round(moment, 4), round(size / 2**20, 2)] for moment, size in one["extra_info"]["curve"]]
         for name, one in steps[CURVES_OF].items()

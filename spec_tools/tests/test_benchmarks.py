@@ -31,6 +31,7 @@ def test_table_and_data_of_the_pictures_are_recorded_together(tmp_path: Path, mo
     written.write_text(f"before\n{page.BEGIN}old\n{page.END}after\n")
     times = {**dict.fromkeys(CONTENDERS, 1.5), "torch FSDP1 flat": 1.0, "minifsdp flat": 0.75}
     monkeypatch.setattr(page, "checks", lambda results: {})
+    monkeypatch.setattr(page, "WORKLOADS", {"gpt": WORKLOADS["gpt"]})
     page.record({"benchmarks": [measured(*one) for one in times.items()]}, 90.0, written, tmp_path)
     text, record = written.read_text(), json.loads((tmp_path / "benchmarks.json").read_text())
     assert text.startswith(f"before\n{page.BEGIN}\n* recorded ")
