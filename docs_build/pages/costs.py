@@ -1,10 +1,9 @@
 """Measured costs as tables and numbers: of checks, of optimizers, and of an FSDP as the work grows.
 
-=====================================================  =================
-``python -m spec_tools.benchmarks.debug_cost --record``  `checks`
-``python -m spec_tools.benchmarks.optimizer --record``   `optimizers`
-``python -m spec_tools.benchmarks.growth --record``      all others
-=====================================================  =================
+===================================================  =========================
+``python -m spec_tools.benchmarks --record``         `checks`, `optimizers`
+``python -m spec_tools.benchmarks.growth --record``  all others
+===================================================  =========================
 """
 
 from typing import Any

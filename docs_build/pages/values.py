@@ -13,6 +13,7 @@ from docs_build.pages import (
     optimizer_runs,
     parameter_states,
     placement,
+    published,
     raced,
     streams,
 )
@@ -140,6 +141,10 @@ TABLES: dict[str, Callable[[], str]] = {
     "engine-failures": enginepage.failures,
     "engine-naive": enginepage.naive,
     "versions": versions.versions,
+    "published-summary": published.summary,
+    "published-predictions": published.predictions,
+    "published-constants": published.constants,
+    "published-absent": published.absent,
     "predicted-steps": predicted_steps.steps,
     "predicted-steps-summary": predicted_steps.summary,
     "two-machines": two_machines.two_machines,

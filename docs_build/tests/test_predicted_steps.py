@@ -2,6 +2,8 @@
 
 import pytest
 
+from docs_build.pages import published
+from docs_build.reading.order import ROOT
 from docs_build.recording import predicted_steps, records
 
 
@@ -33,5 +35,17 @@ def test_summary_counts_predictions_within_the_aim(monkeypatch: pytest.MonkeyPat
 def test_record_has_each_model_with_two_and_four_ranks() -> None:
     rows = records.load(predicted_steps.NAME)["rows"]
     assert {(row["workload"], row["num_ranks"]) for row in rows} == {
-        (name, ranks) for name in predicted_steps.WORKLOADS for ranks in predicted_steps.RANKS
+        (name, ranks) for name in ("gpt", "wide") for ranks in (2, 4)
     }
+
+
+@pytest.mark.spec("CHECKED-05")
+def test_tables_of_published_rows_are_those_of_the_file() -> None:
+    rows = published.predictions().splitlines()
+    assert "| mosaicml a100-40 mpt-70b 64 | 384.59 tokens/s | 276 tokens/s | +39.3 % |" in rows
+    assert "| torchtitan h100 llama3-8b 8 eager | 5,752 tokens/s | 5,762 tokens/s | -0.2 %, fitted |" in rows
+    # The time of 14 rows is fitted.
+    assert sum("fitted" in row for row in rows) == 56 - int(published.summary().splitlines()[2].split(" | ")[1])
+    page = (ROOT / "docs" / "tools" / "simulator-checked.md").read_text(encoding="utf-8")
+    tables = ("summary", "predictions", "constants", "absent")
+    assert all(f"{{{{ table published-{name} }}}}" in page for name in tables)

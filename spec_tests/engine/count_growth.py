@@ -12,9 +12,7 @@ import sys
 import torch
 
 # Use the implementations of the benchmark, so that the test covers the results in the plots.
-from spec_tools.benchmarks.growth.llama import Shape, materialised, stored_bytes
-from spec_tools.benchmarks.growth.measure import calls_per_step, join
-from spec_tools.benchmarks.growth.points import FSDPS, Point
+from spec_tools.benchmarks.growth import FSDPS, Point, Shape, calls_per_step, join, materialised, stored_bytes
 
 OURS = [name for name, contender in FSDPS.items() if contender.peer]
 UNITS = (12, 24, 48)

@@ -1,6 +1,6 @@
 """Costs that must not grow with the model or the number of ranks, and costs that are allowed to grow.
 
-``count_growth.py`` counts them in separate processes. ``spec_tools/benchmarks/growth`` measures them in milliseconds.
+``count_growth.py`` counts them in separate processes. ``spec_tools/benchmarks/growth.py`` also measures times.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 from spec_tests.engine.count_growth import OURS, PARAMETERS, SHAPE
 from spec_tests.harness.programs import run_module
-from spec_tools.benchmarks.growth.llama import Decoder
+from spec_tools.benchmarks.growth import Decoder
 
 pytestmark = pytest.mark.pure
 

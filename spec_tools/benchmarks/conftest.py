@@ -1,61 +1,78 @@
-"""The options of the benchmarks, the fixture that runs the races, and the table at the end."""
+"""The ranks of a benchmark: rank 0 is this process, and the others are started for each benchmark."""
 
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 
-from spec_tools.benchmarks import page
-from spec_tools.benchmarks.race import Outcome
-from spec_tools.benchmarks.ranks import run_race
-from spec_tools.benchmarks.workloads import WORKLOADS
+QUICK = 4
+LIMIT = 300.0  # seconds
 
-RACES = pytest.StashKey[dict[str, list[list[Outcome]]]]()
-STARTED = pytest.StashKey[float]()
-ROUNDS_OF_A_QUICK_RUN = 4
+Action = Callable[[], Any]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("minifsdp benchmarks")
-    group.addoption("--quick", action="store_true", help=f"{ROUNDS_OF_A_QUICK_RUN} rounds of each workload")
-    group.addoption("--record", action="store_true", help="write the tables into docs/benchmarks.md")
+    parser.addoption("--quick", action="store_true", help=f"{QUICK} timed actions for each benchmark")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[RACES] = {}
-    config.stash[STARTED] = time.monotonic()
+def join(rank: int, num_ranks: int, folder: Path) -> None:
+    """Makes this process a rank."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / "store"), num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+
+
+def follow(
+    index: int, num_ranks: int, folder: Path, rounds: int, work: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    """Runs one of the other ranks."""
+
+    def repeat(action: Action) -> None:
+        for _ in range(rounds):
+            dist.barrier()
+            action()
+
+    join(index + 1, num_ranks, folder)
+    work(repeat, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 @pytest.fixture
-def race(pytestconfig: pytest.Config) -> Callable[[str], list[list[Outcome]]]:
-    """Returns the outcomes of a workload by rank; all tests of a workload share one race."""
-    races = pytestconfig.stash[RACES]
+def on_ranks(benchmark: Any, pytestconfig: pytest.Config, tmp_path: Path) -> Callable[..., Any]:
+    """Runs ``work(timer, *arguments)`` on all ranks; returns the result of rank 0.
 
-    def outcomes(workload: str) -> list[list[Outcome]]:
-        if workload not in races:
-            rounds = ROUNDS_OF_A_QUICK_RUN if pytestconfig.getoption("--quick") else WORKLOADS[workload].rounds
-            races[workload] = []
-            races[workload] = run_race(workload, rounds)
-        if not races[workload]:
-            pytest.fail(f"the race of {workload} has failed before, see there", pytrace=False)
-        return races[workload]
+    ``work`` must be a function of a module. It calls ``timer(action)`` once.
+    """
 
-    return outcomes
+    def run(num_ranks: int, rounds: int, work: Callable[..., Any], *arguments: Any) -> Any:
+        rounds = min(rounds, QUICK) if pytestconfig.getoption("--quick") else rounds
 
+        def measure(action: Action) -> None:
+            before = time.process_time()
+            benchmark.pedantic(action, setup=dist.barrier, rounds=rounds)
+            benchmark.extra_info["cpu"] = (time.process_time() - before) / rounds
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    results = {name: by_rank[0] for name, by_rank in config.stash[RACES].items() if by_rank}
-    if not results:
-        return
-    seconds = time.monotonic() - config.stash[STARTED]
-    terminalreporter.section("minifsdp beside torch")
-    for line in [*page.circumstances(seconds), "", *page.sections(results)]:
-        terminalreporter.write_line(line)
-    if config.getoption("--record"):
-        if len(results) < len(WORKLOADS):
-            terminalreporter.write_line("not recorded: the page wants all workloads", red=True)
-        else:
-            page.record(results, seconds)
-            terminalreporter.write_line(f"recorded in {page.PAGE}")
+        following = (num_ranks, tmp_path, rounds, work, arguments)
+        others = mp.start_processes(follow, following, nprocs=num_ranks - 1, join=False)
+        try:
+            join(0, num_ranks, tmp_path)
+            result = work(measure, *arguments)
+            dist.barrier()
+            dist.destroy_process_group()
+            others.join(LIMIT)
+        finally:
+            for process in others.processes:
+                process.kill()
+        return result
+
+    return run

@@ -1,18 +1,13 @@
-"""The contenders. Each line of `CONTENDERS` is one of them, and the tables keep their order.
+"""The contenders: who trains. The tables keep the order of `CONTENDERS`.
 
 ``single`` is the lower bound: the plain model on this rank's batch, without communication. No contender can be faster,
 and the difference is the cost of distributed training. The *peer* of a contender is torch's implementation of the same
 features, with which it is compared.
-
-``DDP + ZeRO`` is torch's other way to save memory of the optimizer state. It is DDP in which each rank stores a part of
-the state, updates the parameters of this part, and broadcasts them. DeepSpeed takes part if it is installed, see
-``zero3.py``.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import itertools
 import warnings
@@ -22,13 +17,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.oracles.gathering import wrap_units
-from spec_tools.benchmarks import zero3
-from spec_tools.benchmarks.workloads import NODES, Workload, adamw
+from spec_tools.benchmarks.workloads import NODES, Workload
 
 __all__ = ["CONTENDERS", "Contender", "Trained"]
 
@@ -41,15 +35,11 @@ class Trained:
         model: the callable model.
         no_sync: context in which backward does not reduce gradients.
         autocasts: whether autocast provides the low precision.
-        optimizer: creates the optimizer, or an object with the same methods.
-        backward: runs backward from a loss.
     """
 
     model: nn.Module
     no_sync: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
     autocasts: bool = False
-    optimizer: Callable[[nn.Module], Any] = adamw
-    backward: Callable[[Tensor], Any] = Tensor.backward
 
 
 @dataclass(frozen=True)
@@ -61,20 +51,17 @@ class Contender:
         take: prepares the plain model for training.
         peer: for a contender of minifsdp, the name of the torch contender that it replaces.
         shards: whether it is an FSDP of torch or minifsdp.
-        never: strategies that it does not support.
-        can: whether it supports the workload in all other respects.
     """
 
     name: str
     take: Callable[[nn.Module, Workload], Trained]
     peer: str | None = None
     shards: bool = True
-    never: tuple[str, ...] = ()
-    can: Callable[[Workload], bool] = lambda workload: True
 
     def runs(self, workload: Workload) -> bool:
-        """Whether it can train the workload."""
-        return workload.strategy not in self.never and self.can(workload)
+        """Whether it can train the workload. ``fully_shard`` always shards, and always prefetches in backward."""
+        is_function = self.name.endswith("FSDP2")
+        return not is_function or (workload.strategy != "NO_SHARD" and workload.backward_prefetch)
 
 
 def _single(model: nn.Module, workload: Workload) -> Trained:
@@ -86,25 +73,7 @@ def _ddp(model: nn.Module, workload: Workload) -> Trained:
     return Trained(ddp, ddp.no_sync, autocasts=workload.bf16)
 
 
-def _ddp_zero(model: nn.Module, workload: Workload) -> Trained:
-    # torch warns when this is imported, and in the process of the tests a warning is an error.
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    def optimizer(ddp: nn.Module) -> ZeroRedundancyOptimizer:
-        return ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3, foreach=True)
-
-    ddp = DistributedDataParallel(model)
-    return Trained(ddp, ddp.no_sync, autocasts=workload.bf16, optimizer=optimizer)
-
-
-def _deepspeed(model: nn.Module, workload: Workload) -> Trained:
-    engine = zero3.engine_of(model, workload)
-    return Trained(engine, optimizer=lambda engine: engine, backward=engine.backward)
-
-
-@functools.cache
 def _nodes(num_ranks: int) -> DeviceMesh:
-    """The mesh that all contenders share, because each mesh creates process groups with threads and sockets."""
     return init_device_mesh("cpu", (NODES, num_ranks // NODES), mesh_dim_names=("replicate", "shard"))
 
 
@@ -163,27 +132,16 @@ def _function(library: str) -> Callable[[nn.Module, Workload], Trained]:
 
 
 TORCH, OURS = "torch.distributed.fsdp", "minifsdp"
-# With these strategies, DDP does the same as with FULL_SHARD.
-AS_WITH_FULL_SHARD = ("SHARD_GRAD_OP", "NO_SHARD")
-
-
-def _prefetches_by_default(workload: Workload) -> bool:
-    return workload.backward_prefetch and not workload.prefetch
-
-
-def _prefetches_in_backward(workload: Workload) -> bool:
-    return workload.backward_prefetch
-
-
-CONTENDERS = (
-    Contender("single", _single, shards=False),
-    Contender("DDP", _ddp, shards=False),
-    Contender("DDP + ZeRO", _ddp_zero, shards=False, never=AS_WITH_FULL_SHARD, can=_prefetches_by_default),
-    Contender("DeepSpeed ZeRO-3", _deepspeed, shards=False, can=zero3.can),
-    Contender("torch FSDP1 flat", _wrapper(TORCH, original=False)),
-    Contender("torch FSDP1 orig", _wrapper(TORCH, original=True)),
-    Contender("torch FSDP2", _function(TORCH), never=("NO_SHARD",), can=_prefetches_in_backward),
-    Contender("minifsdp flat", _wrapper(OURS, original=False), peer="torch FSDP1 flat"),
-    Contender("minifsdp orig", _wrapper(OURS, original=True), peer="torch FSDP1 orig"),
-    Contender("minifsdp FSDP2", _function(OURS), peer="torch FSDP2", never=("NO_SHARD",), can=_prefetches_in_backward),
-)
+CONTENDERS = {
+    contender.name: contender
+    for contender in (
+        Contender("single", _single, shards=False),
+        Contender("DDP", _ddp, shards=False),
+        Contender("torch FSDP1 flat", _wrapper(TORCH, original=False)),
+        Contender("torch FSDP1 orig", _wrapper(TORCH, original=True)),
+        Contender("torch FSDP2", _function(TORCH)),
+        Contender("minifsdp flat", _wrapper(OURS, original=False), peer="torch FSDP1 flat"),
+        Contender("minifsdp orig", _wrapper(OURS, original=True), peer="torch FSDP1 orig"),
+        Contender("minifsdp FSDP2", _function(OURS), peer="torch FSDP2"),
+    )
+}

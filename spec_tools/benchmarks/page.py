@@ -1,6 +1,26 @@
-"""Records the figures as a section of a page: date, machine and versions of the run, and the tables.
+"""The report: tables for the terminal and the pages, and the records that the pages read.
 
-The data of the page's pictures (see ``docs_build/drawing/races.py``) is recorded at the same time, in a separate file.
+=============================  ===============================================
+``docs/benchmarks.md``         tables of steps, between two marks
+``docs/data/benchmarks.json``  the data of the pictures of that page
+``docs/data/debug-cost.json``  steps and starts with checks
+``docs/data/optimizer.json``   optimizers
+=============================  ===============================================
+
+The columns of a table of steps:
+
+=================  =======================================================================================
+``ms``             median time of a step on rank 0
+``/ best torch``   divided by the median of the fastest FSDP of torch in this workload, and quartiles
+``/ peer``         divided by the median of the FSDP of torch that has the same features
+``CPU ms``         mean CPU time of a step, all threads of rank 0
+``calls/unit``     Python functions entered in a step, above ``single``, divided by the number of units
+``MiB asked``      bytes that rank 0 would send with textbook algorithms
+``MiB inside``     the all-gathers and reduce-scatters of these; a hybrid strategy sends the others between groups
+``MiB wired``      bytes that its sockets have sent
+``rest MiB``       live tensors between two steps
+``peak MiB``       maximum in a step
+=================  =======================================================================================
 """
 
 from __future__ import annotations
@@ -8,8 +28,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,24 +36,37 @@ from typing import Any
 import torch
 
 import minifsdp
-from spec_tools.benchmarks.race import Outcome
-from spec_tools.benchmarks.report import TAKEN_APART, best_torch, paired, parts, table, where_the_time_goes
-from spec_tools.benchmarks.workloads import NODES, WORKLOADS
+from spec_tools.benchmarks.checks import APIS
+from spec_tools.benchmarks.contenders import CONTENDERS
+from spec_tools.benchmarks.optimizers import MODEL
+from spec_tools.benchmarks.workloads import WORKLOADS
 
-__all__ = ["DATA", "PAGE", "circumstances", "for_pictures", "record", "sections"]
+__all__ = ["DATA", "PAGE", "checks", "circumstances", "optimizers", "ratios", "record", "sections"]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
-DATA = PAGE.parent / "data" / "benchmarks.json"
+DATA = PAGE.parent / "data"
 CURVES_OF = "gpt"
 BEGIN, END = "<!-- recorded: begin -->\n", "<!-- recorded: end -->\n"
+HEAD = (
+    "",
+    "ms",
+    "/ best torch",
+    "/ peer",
+    "CPU ms",
+    "calls/unit",
+    "MiB asked",
+    "MiB inside",
+    "MiB wired",
+    "rest MiB",
+    "peak MiB",
+)
+
+Results = dict[str, Any]  # the JSON of pytest-benchmark
+ByContender = dict[str, dict[str, Any]]
 
 
 def circumstances(seconds: float) -> list[str]:
-    """The machine, the versions and other facts about the run, one line each.
-
-    Args:
-        seconds: duration of the run.
-    """
+    """The machine, the versions and other facts about a run of this duration, one line each."""
     one, _, fifteen = os.getloadavg()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     today = datetime.now(UTC).date()
@@ -53,66 +85,127 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def sections(results: Mapping[str, Sequence[Outcome]]) -> list[str]:
-    """A heading and a table for each workload, and the parts of a step for some, from the outcomes of rank 0."""
-    lines: list[str] = []
-    for name, outcomes in results.items():
-        workload = WORKLOADS[name]
-        extras = [workload.strategy]
-        if workload.is_hybrid:
-            extras.append(f"{workload.num_ranks} ranks, {NODES} groups of {workload.num_ranks // NODES}")
-        if workload.prefetch:
-            extras.append("each unit prefetches the next unit in forward")
-        if workload.bf16:
-            extras.append("bfloat16")
-        if workload.accumulate > 1:
-            extras.append(f"{workload.accumulate} micro-batches, `no_sync` in all but the last")
-        distance = max(outcome.difference for outcome in outcomes)
-        lines += [
-            f"### `{name}`: {workload.about}; {', '.join(extras)}",
-            "",
-            f"{len(outcomes[0].laps)} rounds. Largest relative difference of a loss to one process: {distance:.0e}.",
-            "",
-            *table(name, outcomes),
-            "",
-        ]
-    apart = where_the_time_goes(results)
-    return [*lines, "### Where the time goes", "", *apart, ""] if apart else lines
+def _steps(results: Results) -> dict[str, ByContender]:
+    """The benchmarks of steps by workload and contender, without workloads of which only a part was measured."""
+    found: dict[str, ByContender] = {}
+    for one in results["benchmarks"]:
+        if one["group"] in WORKLOADS:
+            found.setdefault(one["group"], {})[one["extra_info"]["contender"]] = one
+    return {name: steps for name, steps in found.items() if all(of in steps for of in _taking_part(name))}
 
 
-def for_pictures(results: Mapping[str, Sequence[Outcome]]) -> dict[str, Any]:
-    """The ratios to torch's fastest FSDP in all workloads, parts of a step, and memory over a step of one, in MiB."""
+def _taking_part(workload: str) -> list[str]:
+    return [name for name, contender in CONTENDERS.items() if contender.runs(WORKLOADS[workload])]
+
+
+def ratios(found: ByContender) -> dict[str, dict[str, float]]:
+    """Median and quartiles of each contender of a workload, divided by the median of torch's fastest FSDP."""
+    best = min(one["stats"]["median"] for name, one in found.items() if name.startswith("torch "))
+    quartiles = {"low": "q1", "median": "median", "high": "q3"}
     return {
-        "ratios": {name: _ratios(outcomes) for name, outcomes in results.items()},
-        "parts": {
-            name: {mine.contender: parts(mine) for mine in results[name]} for name in TAKEN_APART if name in results
-        },
-        "memory": {outcome.contender: _curve(outcome) for outcome in results.get(CURVES_OF, [])},
+        name: {kind: round(one["stats"][of] / best, 3) for kind, of in quartiles.items()} for name, one in found.items()
     }
 
 
-def _ratios(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
-    best = best_torch(outcomes)
-    quartiles = {outcome.contender: asdict(paired(outcome, best)) for outcome in outcomes}
-    return {name: {which: round(ratio, 3) for which, ratio in three.items()} for name, three in quartiles.items()}
+def sections(results: Results) -> list[str]:
+    """A heading and a Markdown table for each workload."""
+    lines = []
+    for name, found in _steps(results).items():
+        workload = WORKLOADS[name]
+        difference = max(one["extra_info"]["difference"] for one in found.values())
+        rounds = next(iter(found.values()))["stats"]["rounds"]
+        lines += [
+            f"### `{name}`: {workload.about}; {', '.join(workload.settings())}",
+            "",
+            f"{rounds} steps. Largest relative difference of a loss to one process: {difference:.0e}.",
+            "",
+            *(f"| {' | '.join(cells)} |" for cells in _rows(name, found)),
+            "",
+        ]
+    return lines
 
 
-def _curve(outcome: Outcome) -> list[list[float]]:
-    return [[round(moment, 4), round(size / 2**20, 2)] for moment, size in outcome.curve]
+def _rows(workload: str, found: ByContender) -> Iterator[tuple[str, ...]]:
+    yield HEAD
+    yield ("---", *("--:" for _ in HEAD[1:]))
+    of_torch = ratios(found)
+    for name, one in found.items():
+        extra, median = one["extra_info"], one["stats"]["median"]
+        calls = (extra["calls"] - found["single"]["extra_info"]["calls"]) / WORKLOADS[workload].num_units
+        peer = CONTENDERS[name].peer
+        yield (
+            name,
+            f"{1000 * median:.1f}",
+            "{median:.2f} [{low:.2f}-{high:.2f}]".format(**of_torch[name]),
+            f"{median / found[peer]['stats']['median']:.2f}" if peer else "",
+            f"{1000 * extra['cpu']:.1f}",
+            f"{calls:.0f}",
+            *(f"{extra[kind] / 2**20:.2f}" for kind in ("asked", "inside", "wired", "between_steps", "peak")),
+        )
 
 
-def record(results: Mapping[str, Sequence[Outcome]], seconds: float, page: Path = PAGE, data: Path = DATA) -> None:
-    """Replaces the figures on the page and the data of its pictures.
+def checks(results: Results) -> dict[str, Any]:
+    """For each API, ratios of times with and without a check, and milliseconds without any."""
+    found: dict[str, Any] = {}
+    for api in APIS:
+        found[api] = {}
+        for what in ("step", "start"):
+            group = [one for one in results["benchmarks"] if one["group"] == f"{what}, {api}"]
+            times = {
+                one["extra_info"]["check"]: {"wall": one["stats"]["median"], "cpu": one["extra_info"]["cpu"]}
+                for one in group
+            }
+            found[api][f"{what}_ms"] = round(1000 * times["off"]["wall"], 1)
+            found[api][what] = {}
+            if "no ledger" in times:
+                found[api][what]["ledger"] = _ratio(times["off"], times["no ledger"])
+            for check, with_it in times.items():
+                if check not in ("off", "no ledger", "off, meta"):
+                    without = times["off, meta" if check == "meta" and what == "start" else "off"]
+                    found[api][what][check] = _ratio(with_it, without)
+    return found
+
+
+def _ratio(with_it: dict[str, float], without: dict[str, float]) -> dict[str, float]:
+    return {clock: round(with_it[clock] / without[clock], 3) for clock in without}
+
+
+def optimizers(results: Results) -> dict[str, Any]:
+    """Milliseconds of wall-clock time and of CPU time, by contender and action."""
+    found: dict[str, Any] = {}
+    for one in results["benchmarks"]:
+        if one["group"] == "optimizer":
+            extra = one["extra_info"]
+            times = {"wall": one["stats"]["median"], "cpu": extra["cpu"]}
+            of_contender = found.setdefault(extra["contender"], {})
+            of_contender[extra["action"]] = {clock: round(1000 * value, 2) for clock, value in times.items()}
+    return found
+
+
+def record(results: Results, seconds: float, page: Path = PAGE, data: Path = DATA) -> None:
+    """Replaces the tables on the page, and writes the records.
 
     Raises:
-        ValueError: the page has no section for the figures.
+        ValueError: some workloads were not measured, or the page has no marks for the tables.
     """
+    steps = _steps(results)
+    if steps.keys() != WORKLOADS.keys():
+        raise ValueError("only a run of all benchmarks is recorded")
     text = page.read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{page} has no lines {BEGIN.strip()!r} and {END.strip()!r} to write the figures between")
-    reported = circumstances(seconds)
-    lines = [*reported, "", *sections(results)]
-    page.write_text(before + begin + "\n" + "\n".join(lines) + "\n" + end + after)
-    data.write_text(json.dumps({"circumstances": reported, **for_pictures(results)}) + "\n")
+        raise ValueError(f"{page} has no lines {BEGIN.strip()!r} and {END.strip()!r} to write the tables between")
+    facts = circumstances(seconds)
+    page.write_text(before + begin + "\n" + "\n".join([*facts, "", *sections(results)]) + "\n" + end + after)
+    curves = {
+        name: [[round(moment, 4), round(size / 2**20, 2)] for moment, size in one["extra_info"]["curve"]]
+        for name, one in steps[CURVES_OF].items()
+    }
+    records = {
+        "benchmarks": {"ratios": {name: ratios(found) for name, found in steps.items()}, "memory": curves},
+        "debug-cost": {"model": WORKLOADS["gpt"].about, "steps": 30, "starts": 5, "apis": checks(results)},
+        "optimizer": {"model": MODEL, "rounds": 25, "contenders": optimizers(results)},
+    }
+    for name, found in records.items():
+        (data / f"{name}.json").write_text(json.dumps({"circumstances": facts, **found}, indent=1) + "\n")

@@ -44,12 +44,12 @@ class Workload:
         draw: draws one batch.
         loss: computes the loss of one batch.
         strategy: FSDP1's name of the strategy.
-        num_ranks: number of ranks of the race.
+        num_ranks: number of ranks.
         prefetch: whether to prefetch in forward, with the API of each FSDP.
         backward_prefetch: FSDP1's default. If false, no prefetching in backward; FSDP2 has no setting for this.
         bf16: all-gather parameters and reduce gradients in bfloat16; plain models run under autocast.
         accumulate: micro-batches in each step, all but the last without synchronization.
-        rounds: number of rounds, unless the run is a quick one.
+        rounds: number of timed steps, unless the run is a quick one.
         tolerance: maximum relative difference of losses.
     """
 
@@ -78,6 +78,17 @@ class Workload:
         """Whether the ranks form `NODES` groups: sharded inside each group, replicated between groups."""
         return self.strategy == "HYBRID_SHARD"
 
+    def settings(self) -> list[str]:
+        """How it is sharded and trained, for the head of the table."""
+        extras = {
+            f"{self.num_ranks} ranks, {NODES} groups of {self.num_ranks // NODES}": self.is_hybrid,
+            "each unit prefetches the next unit in forward": self.prefetch,
+            "no prefetching in backward": not self.backward_prefetch,
+            "bfloat16": self.bf16,
+            f"{self.accumulate} micro-batches, `no_sync` in all but the last": self.accumulate > 1,
+        }
+        return [self.strategy, *(extra for extra, applies in extras.items() if applies)]
+
     def units_of(self, model: nn.Module) -> list[nn.Module]:
         """Units with parameters, in the order of forward, without the root."""
         return [module for module in model.modules() if isinstance(module, self.unit_class)]
@@ -86,11 +97,6 @@ class Workload:
     def num_units(self) -> int:
         """The number of units."""
         return len(self.units_of(self.model()))
-
-    @property
-    def largest_unit(self) -> int:
-        """The number of elements of the largest unit."""
-        return max(sum(p.numel() for p in unit.parameters()) for unit in self.units_of(self.model()))
 
     def batches(self, step: int, rank: int) -> list[Batch]:
         """The micro-batches of one rank in one step."""

@@ -1,1 +1,5 @@
-"""Published measurements of training with FSDP, as data with checks."""
+"""Published measurements of FSDP training, and the predictions of the step simulator for them.
+
+Reading order: ``table`` (the measurements) -> ``setups`` (each of them as a configuration of the simulator) ->
+``predictions`` (fit, prediction and file).
+"""

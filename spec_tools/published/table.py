@@ -14,18 +14,19 @@ Spec: PUBLISHED-01 to PUBLISHED-04.
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
-from spec_tools.published.models import LLAMAS, MPTS, Shape
+from minifsdp_tools.simulate.shapes import SHAPES
 
-__all__ = ["FILE", "Row", "computed_mfu", "load", "misfits", "mfu_tolerance", "shape_of", "uncheckable"]
+__all__ = ["FILE", "Row", "computed_mfu", "load", "mfu_tolerance"]
 
 FILE = Path(__file__).resolve().parents[2] / "docs" / "data" / "published.csv"
 # FLOP/s of dense matrices in 16 bits; the first word of a card selects one. MosaicML calculates with 989.5e12.
 PEAK_FLOPS = {"A100": 312e12, "H100": 989.5e12, "H200": 989.5e12}
-TEXTS = ("row", "source", "source_row")
+# `llama3-7b` is the name of KempnerForge. Its stated MFU needs the parameters of Llama 3 8B.
+MODELS = {**SHAPES, "llama3-7b": SHAPES["llama3-8b"]}
 
 
 @dataclass(frozen=True)
@@ -76,84 +77,34 @@ class Row:
     derived: str | None
 
 
-def load(path: Path = FILE) -> list[Row]:
-    """All rows.
-
-    Raises:
-        ValueError: the columns are not those of `Row`, a cell is not a number, or a row has a wrong value; the message
-            names the line.
-    """
-    with path.open(encoding="utf-8", newline="") as file:
-        reader = csv.DictReader(file)
-        names = [field.name for field in fields(Row)]
-        if reader.fieldnames != names:
-            raise ValueError(f"{path.name} has the columns {reader.fieldnames}, expected {names}")
-        rows = [_row(cells, f"{path.name}, line {line}") for line, cells in enumerate(reader, 2)]
-    repeated = {row.row for row in rows if sum(other.row == row.row for other in rows) > 1}
-    if repeated:
-        raise ValueError(f"{path.name}: the names {sorted(repeated)} occur more than once")
-    return rows
+KINDS: dict[str, type] = {
+    field.name: {"str": str, "int": int, "float": float}[str(field.type).partition(" ")[0]] for field in fields(Row)
+}
 
 
-def _row(cells: dict[str, str], where: str) -> Row:
-    if None in cells or None in cells.values():
-        raise ValueError(f"{where}: the line has another number of cells than the header")
-    values: dict[str, object] = {}
-    for field in fields(Row):
-        text = cells[field.name]
-        kind = str(field.type).removesuffix(" | None")
-        try:
-            values[field.name] = text if kind == "str" else int(text) if kind == "int" else float(text)
-        except ValueError:
-            if text:
-                raise ValueError(f"{where}: {field.name} is {text!r}, which is not a number") from None
-        if not text:
-            values[field.name] = None
-    row = Row(**values)  # type: ignore[arg-type]
-    problems = list(_problems(row))
-    if problems:
-        raise ValueError(f"{where}: {'; '.join(problems)}")
-    return row
+def load() -> list[Row]:
+    """All rows."""
+    with FILE.open(encoding="utf-8", newline="") as file:
+        return [_row(cells) for cells in csv.DictReader(file)]
 
 
-def _problems(row: Row) -> Iterator[str]:
-    """Values that no measurement can have."""
-    yield from (f"{name} is missing" for name in TEXTS if getattr(row, name) is None)
-    for field in fields(row):
-        value = getattr(row, field.name)
-        if isinstance(value, int | float) and value <= 0:
-            yield f"{field.name} is {value}, which is not positive"
-    for name in ("mfu", "hfu"):
-        if (getattr(row, name) or 0) >= 100:
-            yield f"{name} is {getattr(row, name)} percent"
-    if row.checkpointing not in (None, "none", "full", "selective"):
-        yield f"checkpointing is {row.checkpointing!r}"
-    if row.compiled not in (None, "yes", "no"):
-        yield f"compiled is {row.compiled!r}"
-    if all(getattr(row, name) is None for name in ("tokens_per_second", "mfu", "tflops", "seconds_per_step")):
-        yield "the row has no measurement of time"
-    unknown = [name for name in (row.derived or "").split() if getattr(row, name, None) is None]
-    if unknown:
-        yield f"derived names {unknown}, which have no value"
-
-
-# ---- model FLOPs utilization ----------------------------------------------------------------------------------------
-
-
-def shape_of(row: Row) -> Shape | None:
-    """The shape of the row's model; ``None`` if it is not known here."""
-    return {**MPTS, **LLAMAS}.get(row.model or "")
+def _row(cells: dict[str, str]) -> Row:
+    values: dict[str, Any] = {name: KINDS[name](text) if text else None for name, text in cells.items()}
+    return Row(**values)
 
 
 def computed_mfu(row: Row) -> float | None:
     """MFU in percent by the formula of the row's source; ``None`` if a number for it is missing."""
-    shape, peak = shape_of(row), PEAK_FLOPS.get((row.card or "").partition(" ")[0])
+    shape = MODELS.get(row.model or "")
+    peak = PEAK_FLOPS.get((row.card or "").partition(" ")[0])
     if shape is None or peak is None:
         return None
     if row.parameters is None or row.sequence_length is None or row.tokens_per_second is None:
         return None
-    # torchtitan does not count the embedding, whose use is a look-up.
-    counted = row.parameters - (shape.vocabulary * shape.width if row.source.startswith("torchtitan") else 0)
+    counted = row.parameters
+    if row.source.startswith("torchtitan"):
+        # It does not count the embedding, whose use is a look-up.
+        counted -= shape.vocabulary * shape.width
     flops = 6 * counted + 12 * shape.layers * shape.width * row.sequence_length
     return 100 * flops * row.tokens_per_second / peak
 
@@ -164,22 +115,9 @@ def mfu_tolerance(row: Row) -> float:
     llm-foundry's table truncates tokens per second: 11,962 tokens on 32 GPUs are 373.8 for each, and the table has 373.
     Sources other than llm-foundry may divide by 989e12 instead of 989.5e12 FLOP/s, 0.05 percent less.
     """
-    mfu, tokens, is_mosaicml = row.mfu or 0.0, row.tokens_per_second or 1.0, row.source.startswith("mosaicml")
+    mfu, tokens = row.mfu or 0.0, row.tokens_per_second or 1.0
+    if row.source.startswith("mosaicml"):
+        return 0.005 + mfu / tokens
     # MFU has two decimals, or one.
-    of_mfu = 0.005 if is_mosaicml or row.source.startswith("torchtitan") else 0.05
-    return of_mfu + mfu * (1 / tokens if is_mosaicml else 0.5 / tokens + 0.0005)
-
-
-def misfits(rows: Iterable[Row]) -> list[tuple[Row, float]]:
-    """The rows whose stated MFU differs from the computed one by more than rounding, with the computed one."""
-    found = ((row, computed_mfu(row)) for row in rows if row.mfu is not None)
-    return [
-        (row, mfu)
-        for row, mfu in found
-        if mfu is not None and row.mfu is not None and abs(mfu - row.mfu) > mfu_tolerance(row)
-    ]
-
-
-def uncheckable(rows: Iterable[Row]) -> list[Row]:
-    """The rows that state an MFU, but not all numbers that its formula needs."""
-    return [row for row in rows if row.mfu is not None and computed_mfu(row) is None]
+    of_mfu = 0.005 if row.source.startswith("torchtitan") else 0.05
+    return of_mfu + mfu * (0.5 / tokens + 0.0005)

@@ -23,6 +23,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import dedent
 
 from packaging.version import Version
 
@@ -59,15 +60,10 @@ class Case:
     # The program without its docstring.
     code: str
 
-    def is_wrong_in(self, version: str) -> bool:
-        """Whether this version of torch, one of `CHECKED`, has the error."""
+    def said_by(self, version: str) -> str:
+        """The output with a version of torch. The error, for a version in `CHECKED` that is older than the fix."""
         is_fixed = self.right_since is not None and Version(version) >= Version(self.right_since)
-        return version in CHECKED and not is_fixed
-
-    @property
-    def is_fatal(self) -> bool:
-        """Whether torch crashes the process."""
-        return self.in_torch.startswith("Signal")
+        return self.in_torch if version in CHECKED and not is_fixed else self.in_fixed_torch
 
     def text_for(self, library: str) -> str:
         """The program with imports from ``library`` instead of torch."""
@@ -77,9 +73,8 @@ class Case:
 
 def cases() -> list[Case]:
     """All programs of this folder, by name."""
-    others = ("__init__", "__main__")
     names = sorted(path.stem for path in FOLDER.glob("*.py"))
-    return [_read(name) for name in names if name not in others and not name.startswith("test_")]
+    return [_read(name) for name in names if not name.startswith(("__", "test_"))]
 
 
 def _read(name: str) -> Case:
@@ -96,17 +91,13 @@ def _read(name: str) -> Case:
         prose=prose[: prose.index("With torch ")].strip(),
         version=torch.removeprefix("torch "),
         right_since=facts["right"],
-        in_torch=_undented(in_torch),
-        in_minifsdp=_undented(in_minifsdp),
-        in_fixed_torch=_undented(fixed[0][1] if fixed else in_minifsdp),
+        in_torch=dedent(in_torch).strip(),
+        in_minifsdp=dedent(in_minifsdp).strip(),
+        in_fixed_torch=dedent(fixed[0][1] if fixed else in_minifsdp).strip(),
         rows=tuple(facts["rows"].split(", ")),
         num_ranks=int(facts["num"] or 2),
         code="\n".join(text.splitlines()[tree.body[0].end_lineno :]).strip(),
     )
-
-
-def _undented(text: str) -> str:
-    return "\n".join(line[4:] for line in text.splitlines())
 
 
 def is_said(expected: str, found: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from spec_tests.harness import ranks
-from spec_tools.torch_is_wrong import CHECKED, OURS, TORCH, Case, cases, is_said, said_by_torchrun
+from spec_tools.torch_is_wrong import CHECKED, OURS, TORCH, cases, is_said, said_by_torchrun
 
 pytestmark = pytest.mark.cpu
 
@@ -20,33 +20,22 @@ HERE = torch.__version__.partition("+")[0]
 CASES = {case.name: case for case in cases()}
 
 
+CRASHES = [name for name, case in CASES.items() if case.said_by(HERE).startswith("Signal")]
+
+
 def of(num_ranks: int, *, claimed: bool = False) -> Any:
     """The programs for ``num_ranks``. If claimed, only those with output for this torch that do not crash it."""
     chosen = [
-        pytest.param(case.name, marks=[] if claimed else pytest.mark.spec(*case.rows))
-        for case in CASES.values()
-        if case.num_ranks == num_ranks and not (claimed and (HERE not in CHECKED or is_crash(case)))
+        pytest.param(name, marks=[] if claimed else pytest.mark.spec(*case.rows))
+        for name, case in CASES.items()
+        if case.num_ranks == num_ranks and not (claimed and (HERE not in CHECKED or name in CRASHES))
     ]
     return pytest.mark.parametrize("name", chosen)
 
 
-def is_crash(case: Case) -> bool:
-    return case.is_fatal and case.is_wrong_in(HERE)
-
-
-def said_by_torch(case: Case) -> str:
-    """The expected output with the installed torch: the documented error, or the correct result."""
-    return case.in_torch if case.is_wrong_in(HERE) else case.in_fixed_torch
-
-
-def assert_says(case: Case, expected: str, found: str) -> None:
-    assert is_said(expected, found), f"{case.name} should say\n{expected}\nbut says\n{found}"
-
-
 def run(name: str, library: str, expected: str) -> None:
-    case = CASES[name]
     namespace: dict[str, Any] = {"__name__": name}
-    exec(compile(case.text_for(library), f"{name}.py", "exec"), namespace)
+    exec(compile(CASES[name].text_for(library), f"{name}.py", "exec"), namespace)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -54,19 +43,19 @@ def run(name: str, library: str, expected: str) -> None:
         except Exception as error:
             found = f"{type(error).__name__}: {error}".splitlines()[0]
     if dist.get_rank() == 0:
-        assert_says(case, expected, found)
+        assert is_said(expected, found), found
 
 
 @of(2, claimed=True)
 @ranks(2)
 def test_torch_has_the_documented_error(name: str) -> None:
-    run(name, TORCH, said_by_torch(CASES[name]))
+    run(name, TORCH, CASES[name].said_by(HERE))
 
 
 @of(4, claimed=True)
 @ranks(4)
 def test_torch_has_the_documented_error_on_four_ranks(name: str) -> None:
-    run(name, TORCH, said_by_torch(CASES[name]))
+    run(name, TORCH, CASES[name].said_by(HERE))
 
 
 @of(2)
@@ -82,9 +71,9 @@ def test_minifsdp_gives_the_correct_result_on_four_ranks(name: str) -> None:
 
 
 # Runs in torchrun, because a crash would also end the ranks of the pool.
-@pytest.mark.parametrize("name", [case.name for case in CASES.values() if is_crash(case)])
+@pytest.mark.parametrize("name", CRASHES)
 def test_torch_crashes_the_process(name: str) -> None:
-    assert_says(CASES[name], CASES[name].in_torch, said_by_torchrun(CASES[name]))
+    assert said_by_torchrun(CASES[name]) == CASES[name].in_torch
 
 
 def test_each_program_is_on_the_page_once() -> None:

@@ -13,17 +13,16 @@ from spec_tests.harness import rank_among_fake_ranks, simulated
 from spec_tools.torch_streams.torch_fsdp import OPTIONS, PROGRAMS, Program, sharded, train
 from spec_tools.torch_streams.torch_hazards import HAZARDS, by_chunks, forgetting, with_head
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning"),
+    pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning"),
+]
 WORLD = simulated.WORLD
-
-
-def look_at_torch() -> None:
-    """Makes reports show the lines of torch's FSDP."""
-    WORLD.look_at(f"{os.sep}fsdp{os.sep}")
+waits_or_not = pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
 
 
 def collisions(program: Program) -> set[tuple[str, str]]:
     """The later and the earlier operator of each race. Clears the races, so that they do not fail the test."""
-    look_at_torch()
     program()
     found = {(race.new.operator, race.old.operator) for race in WORLD.races.values() if race.old}
     WORLD.races.clear()
@@ -35,15 +34,13 @@ def names(num_ranks: int) -> pytest.MarkDecorator:
 
 
 def run(name: str) -> None:
-    # The test harness asserts after each body that there are no races.
-    look_at_torch()
+    # Reports show the lines of torch's FSDP. The test harness asserts after each body that there are no races.
+    WORLD.look_at(f"{os.sep}fsdp{os.sep}")
     PROGRAMS[name][1]()
     assert WORLD.num_operations > 50
 
 
 @pytest.mark.spec("SIM-10")
-@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
-@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning")
 @names(1)
 @rank_among_fake_ranks(1)
 def test_fsdps_of_torch_have_no_races_on_one_rank(name: str) -> None:
@@ -51,8 +48,6 @@ def test_fsdps_of_torch_have_no_races_on_one_rank(name: str) -> None:
 
 
 @pytest.mark.spec("SIM-10")
-@pytest.mark.filterwarnings("ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
-@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated:FutureWarning")
 @names(2)
 @rank_among_fake_ranks(2)
 def test_fsdps_of_torch_have_no_races_on_two_ranks(name: str) -> None:
@@ -97,7 +92,7 @@ def test_race_of_pull_request_180665_is_found_without_the_kept_reference(
 
 
 @pytest.mark.spec("SIM-09")
-@pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
+@waits_or_not
 @pytest.mark.parametrize("option", OPTIONS)
 @rank_among_fake_ranks(2)
 def test_partial_groups_need_no_wait_if_the_reduction_inputs_are_kept(option: str, waits: bool) -> None:
@@ -106,14 +101,14 @@ def test_partial_groups_need_no_wait_if_the_reduction_inputs_are_kept(option: st
 
 
 @pytest.mark.spec("SIM-09")
-@pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
+@waits_or_not
 @rank_among_fake_ranks(4)
 def test_partial_groups_with_replicas_need_no_wait(waits: bool) -> None:
     assert collisions(lambda: by_chunks(with_head(2, **OPTIONS["bf16 reduction"]), waits=waits)) == set()
 
 
 @pytest.mark.spec("SIM-09")
-@pytest.mark.parametrize("waits", [True, False], ids=["waits", "does not wait"])
+@waits_or_not
 @rank_among_fake_ranks(2)
 def test_kept_inputs_prevent_races_of_torch_groups(waits: bool) -> None:
     found = collisions(lambda: by_chunks(with_head(), waits=waits, keeps=False))
