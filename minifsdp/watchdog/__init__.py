@@ -8,7 +8,7 @@ blocked:
 * ``watchdog.py``: the thread, and its channel through the store;
 * ``report.py``: the state of a rank, the position where two ranks diverge, and the text of a report.
 
-``python -m minifsdp.ledger FILE`` draws a report that was written to a file.
+``ledger.py`` draws a report that was written to a file: ``python -m minifsdp.ledger FILE``.
 
 A training step runs none of this code. The thread reads the store a few times a second.
 """

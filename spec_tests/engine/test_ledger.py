@@ -364,7 +364,7 @@ def test_a_report_needs_no_file(place: str, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.spec("LEDGER-07")
 @pytest.mark.pure
 def test_drawing_of_a_report_shows_the_last_collectives() -> None:
-    from minifsdp.ledger import table_of
+    from minifsdp.watchdog.ledger import table_of
 
     lines = [["world#1", n // 3, n % 3, f"all-gather {n}", "train.py:1", 0, 8, n] for n in range(4)]
     picture = table_of({"report": "", "lines": {"0": lines}}, 2)
@@ -374,7 +374,7 @@ def test_drawing_of_a_report_shows_the_last_collectives() -> None:
 @pytest.mark.spec("LEDGER-07")
 @pytest.mark.pure
 def test_columns_of_a_drawing_are_as_wide_as_their_longest_cell() -> None:
-    from minifsdp.ledger import table_of
+    from minifsdp.watchdog.ledger import table_of
 
     long = [["world#1", 0, 0, "order check in forward", "no_sync_on_one_rank_of_several.py:15", 0, 8, 1]]
     short = [["world#1", 0, 0, "all-gather of 'a'", "train.py:1", 0, 8, 2]]

@@ -12,7 +12,7 @@ from string import Formatter
 import pytest
 
 import minifsdp
-from minifsdp.__main__ import TOOLS, explanation, main
+from minifsdp.debugging.explain_error import TOOLS, explanation, main
 from minifsdp.engine.messages import message, texts
 from spec_tests.harness.accounting import ROOT
 

@@ -8,7 +8,7 @@ from spec_tools.mutants.mutant import Mutant
 __all__ = ["MUTANTS"]
 
 MUTANTS = [
-    # --- __main__.py ---
+    # --- debugging/explain_error.py ---
     Mutant(
         "an-entry-needs-its-bare-name",
         "START-05",
