@@ -59,20 +59,18 @@ def _numbers(gradient: Gradient) -> list[float]:
 def takes_gradients() -> None:
     """``take_gradient`` returns the gradients that exist, with their numbers, and removes them from the leaves."""
     layout = _layout()
-    got = _taken(layout, 1.0, 2.0, with_unreduced=True)
-    expect({"no-gradient": isinstance(got, Gradient)}, got=type(got).__name__)
-    expect(
-        {"gradients": (_numbers(got), [*got.numbers]) == ([1.0, 2.0], [0, 1])},
-        got=_numbers(got),
-        numbers=got.numbers,
-    )
-    _taken(layout, 1.0, 2.0, with_unreduced=False)
-    got = _taken(layout, None, 2.0, with_unreduced=True)
-    expect(
-        {"number": [*got.numbers] == [1] and len(got.parts) == 1},
-        numbers=got.numbers,
-        got=len(got.parts),
-    )
+    for given, right in (
+        ((1.0, 2.0), ([1.0, 2.0], [0, 1])),
+        ((None, 2.0), ([2.0], [1])),
+    ):
+        got = _taken(layout, *given, with_unreduced=True)
+        expect({"no-gradient": isinstance(got, Gradient)}, got=type(got).__name__)
+        expect(
+            {"gradients": (_numbers(got), [*got.numbers]) == right},
+            given=given,
+            got=_numbers(got),
+            numbers=got.numbers,
+        )
     got = layout.take_gradient(with_unreduced=True)
     expect({"empty-gradient": got is None}, got=got)
 
@@ -82,9 +80,8 @@ def adds_up() -> None:
     layout = _layout()
     for value in (1.0, 2.0):
         layout.keep_unreduced(_taken(layout, value, value, with_unreduced=False))
-        kept = [param.unreduced for param in layout.params]
-        expect({"not-kept": all(isinstance(one, torch.Tensor) for one in kept)})
-    means = [one.mean().item() for one in kept]
+    kept = [param.unreduced for param in layout.params]
+    means = [None if one is None else one.mean().item() for one in kept]
     expect({"overwritten": means == [3.0, 3.0]}, got=means)
     got = _numbers(_taken(layout, 4.0, 4.0, with_unreduced=True))
     expect(
@@ -152,10 +149,8 @@ def accumulation_trains() -> None:
     for number, part in enumerate(batch.chunk(2)[dist.get_rank()].chunk(2)):
         model.set_requires_gradient_sync(number == 1)  # type: ignore[operator]
         (model(part).square().mean() / 2).backward()
-    expected: dict[str, Any] = dict(plain.named_parameters())
     trained: dict[str, Any] = dict(model.named_parameters())
-    for name, right in expected.items():
-        expect({"no-grad": trained[name].grad is not None}, name=name)
+    for name, right in plain.named_parameters():
         off = (trained[name].grad.full_tensor() - right.grad).abs().max().item()
         expect({"accumulated": off < 1e-5}, name=name, off=f"{off:.2g}")
 
@@ -179,17 +174,13 @@ def _pair(**options: Any) -> tuple[nn.Module, FullyShardedDataParallel]:
 
 
 def _compare(got: dict[str, Any], right: dict[str, Any]) -> None:
-    missing = [name for name in right if name not in got]
-    more = [name for name in got if name not in right]
     expect(
         {
             "flat-key": not any("_flat_param" in name for name in got),
-            "missing": not missing,
-            "unexpected": not more,
+            "keys": got.keys() == right.keys(),
         },
         names=[*got],
-        missing=missing,
-        more=more,
+        right=[*right],
     )
     for name, value in right.items():
         expect(
@@ -244,11 +235,9 @@ def every_rank_gathers() -> None:
 
 
 def values_are_copies() -> None:
-    """Each value has memory of its own, and later training does not change it."""
+    """Each value has memory of its own."""
     _, model = _pair()
-    got = model.state_dict()
-    before = {name: value.clone() for name, value in got.items()}
-    for name, value in got.items():
+    for name, value in model.state_dict().items():
         num_bytes = value.untyped_storage().nbytes()
         expect(
             {"keeps-memory": num_bytes == value.nbytes},
@@ -256,10 +245,6 @@ def values_are_copies() -> None:
             size=value.nbytes,
             got=num_bytes,
         )
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    expect({"changes": all(torch.equal(got[name], before[name]) for name in before)})
 
 
 def tied_names() -> None:

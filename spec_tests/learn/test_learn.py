@@ -104,8 +104,9 @@ def entries_in(function: ast.AST) -> set[str]:
                         # The names of calls, in `hook_order`.
                         found |= {f"no-{name.replace('_', '-')}" for name in checks_step.FIRST_CALL}
                     elif isinstance(entry, ast.Name):
-                        # The entries of a table, in `waits_only_if_necessary`.
-                        found |= {"too-early", "fixed-number", "disabled"}
+                        # The first column of the table over which the function iterates.
+                        (table,) = (loop.iter for loop in ast.walk(function) if isinstance(loop, ast.For))
+                        found |= {ast.literal_eval(row.elts[0]) for row in table.elts}
                     else:
                         found.add(ast.literal_eval(entry))
     return found
