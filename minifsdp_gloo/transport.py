@@ -101,9 +101,10 @@ class Transport:
         self._for_modes: Any = dist.ProcessGroup(
             dist.HashStore(), self._rank, self._size
         )
-        sends_nothing = FakeProcessGroup._create_internal(self._rank, self._size)
         self._for_modes._register_backend(
-            torch.device("cpu"), dist.ProcessGroup.BackendType.CUSTOM, sends_nothing
+            torch.device("cpu"),
+            dist.ProcessGroup.BackendType.CUSTOM,
+            FakeProcessGroup._create_internal(self._rank, self._size),
         )
         # 6. The incomplete exchanges.
         self._in_flight = deque[_Exchange]()

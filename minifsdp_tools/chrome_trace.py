@@ -33,8 +33,11 @@ def chrome_trace(
     Raises:
         ValueError: the number of origins is not the number of ranks.
     """
-    ranks = enumerate(from_zero(events_per_rank, origins))
-    items = [item for rank, events in ranks for item in _items(rank, events)]
+    items = [
+        item
+        for rank, events in enumerate(from_zero(events_per_rank, origins))
+        for item in _items(rank, events)
+    ]
     return {"traceEvents": items, "displayTimeUnit": "ms"}
 
 

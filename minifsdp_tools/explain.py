@@ -109,8 +109,7 @@ class Explanation:
             TEMPLATES,
         )  # not at the top, because it imports jinja2, which is slow
 
-        template = TEMPLATES.get_template("explain.html.jinja")
-        return template.render(
+        return TEMPLATES.get_template("explain.html.jinja").render(
             found=self,
             headline=_headline(self),
             memory=_memory(self),

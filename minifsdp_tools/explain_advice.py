@@ -81,8 +81,12 @@ def advice_for(units: Sequence[UnitSummary]) -> Iterator[Advice]:
             cause = detail(
                 "explain-dominant", percent=round(100 * unit.numel / total), size=size
             )
-            remedy = detail("explain-dominant-remedy", candidates=_candidates(unit))
-            yield Advice("dominant", (unit.label,), cause, remedy)
+            yield Advice(
+                "dominant",
+                (unit.label,),
+                cause,
+                detail("explain-dominant-remedy", candidates=_candidates(unit)),
+            )
     # 2. One warning for all small units.
     limit = min(KNEE, max(largest / 10, total / 100))
     apart = [
@@ -122,8 +126,12 @@ def advice_for(units: Sequence[UnitSummary]) -> Iterator[Advice]:
             size = size_of(
                 sum(parameter.numel for parameter in frozen) * unit.compute.itemsize
             )
-            names = some([parameter.name for parameter in frozen], MOST_NAMES)
-            cause = detail("explain-frozen", num=len(frozen), names=names, size=size)
+            cause = detail(
+                "explain-frozen",
+                num=len(frozen),
+                names=some([parameter.name for parameter in frozen], MOST_NAMES),
+                size=size,
+            )
             yield Advice(
                 "frozen", (unit.label,), cause, detail("explain-frozen-remedy")
             )
@@ -216,9 +224,8 @@ def assumptions(
     if mixed:
         yield detail("explain-mixed", names=some(mixed, MOST_NAMES))
     if is_sharded(model) and (left := left_out(model, units)):
-        num_bytes = sum(parameter.nbytes for parameter in left.values())
         yield detail(
             "explain-left-out",
             names=some(list(left), MOST_NAMES),
-            size=size_of(num_bytes),
+            size=size_of(sum(parameter.nbytes for parameter in left.values())),
         )

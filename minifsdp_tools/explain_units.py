@@ -261,13 +261,12 @@ def _elements_in_flat(
 ) -> list[dict[int, int]]:
     """The number of elements that each rank stores, for each parameter in a flat parameter."""
     ranges = {rank: sharding.param_ranges(index) for index, rank in enumerate(ranks)}
-    numbers = range(len(sharding.numels))
     return [
         {
             rank: parts[number].stop - parts[number].start
             for rank, parts in ranges.items()
         }
-        for number in numbers
+        for number in range(len(sharding.numels))
     ]
 
 

@@ -125,10 +125,13 @@ class _Sheet:
 
     def finished(self, height: float, title: str, events: Sequence[Event] = ()) -> str:
         """The complete SVG document; a description for screen readers gives the order of ``events``."""
-        order = sorted(events, key=lambda event: event.start)
         return str(
             _SHAPES.document(
-                self.width, height, title, order, self.ground + self.shapes
+                self.width,
+                height,
+                title,
+                sorted(events, key=lambda event: event.start),
+                self.ground + self.shapes,
             )
         )
 

@@ -72,10 +72,12 @@ def refuse_together(
     lines = [f"{some(ranks)}: {problem}" for problem, ranks in ranks_with.items()]
     if len(lines) > MOST_LINES:
         lines[MOST_LINES:] = [f"and {len(lines) - MOST_LINES} more"]
-    where = " on every rank" if groups else ""
     raise StateDictMismatchError(
         message(
-            "state-dict-refused", opening=opening, where=where, lines="\n".join(lines)
+            "state-dict-refused",
+            opening=opening,
+            where=" on every rank" if groups else "",
+            lines="\n".join(lines),
         )
     )
 
@@ -94,8 +96,9 @@ def refuse_lacking(
         StateDictMismatchError: some rank lacks something.
     """
     here = set(mine)
-    everywhere = set.union(*exchange(groups, here).values())
-    refuse_together(groups, sorted(everywhere - here), opening)
+    refuse_together(
+        groups, sorted(set.union(*exchange(groups, here).values()) - here), opening
+    )
 
 
 def monitored_barrier(
@@ -158,7 +161,6 @@ def _wait_for_all(group: Group, call: str, has_facts: bool, how: str) -> bool:
     try:
         wait(store, f"{key}/complete", limit, observer)
     except TimeoutError as error:
-        seconds = min(time.monotonic() - begun, limit)
         report = "" if observer is None else observer.undo()
         missing = [
             rank
@@ -174,7 +176,7 @@ def _wait_for_all(group: Group, call: str, has_facts: bool, how: str) -> bool:
                 call=call,
                 ranks=list(group.ranks),
                 missing=missing,
-                seconds=seconds,
+                seconds=min(time.monotonic() - begun, limit),
                 report=report,
             )
         ) from error

@@ -158,9 +158,13 @@ def _tensor_problems(state: Mapping[str, Any], target: NamedOptimizer) -> Iterat
     for where, name, tensor in found:
         unit = target.unit_of.get(name)
         if unit is not None:
-            any_shape = unit.keeps_shapes or tensor.ndim == 0
             yield from state_dicts.misfit(
-                unit, name, where, tensor, form, any_shape=any_shape
+                unit,
+                name,
+                where,
+                tensor,
+                form,
+                any_shape=unit.keeps_shapes or tensor.ndim == 0,
             )
         elif not tensors.is_sharded_like(tensor, target.owners[name]):
             # The parameter may have been in a unit when the dict was written.

@@ -88,8 +88,9 @@ class RankChecks:
         self._used = set[CollectiveSequence]()
         numbers = defaultdict[MeshGroups, Iterator[int]](count)
         for unit in units:
-            number = next(numbers[unit.plans[0].mesh])
-            unit.name = unit.layout.name = UnitName(unit.name, number, self._used)
+            unit.name = unit.layout.name = UnitName(
+                unit.name, next(numbers[unit.plans[0].mesh]), self._used
+            )
         meshes = [plan.mesh for unit in units for plan in unit.plans]
         groups = [mesh.shard for mesh in meshes] + [mesh.replicate for mesh in meshes]
         self._groups = {

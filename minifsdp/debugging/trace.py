@@ -114,8 +114,9 @@ class Recorder:
         layout = unit.layout
         num_bytes = layout.num_bytes
         if layout.offloads:
-            of_shard = num_bytes // unit.plans[0].mesh.num_shards
-            self.begin("H2D", unit.name, num_bytes=of_shard)
+            self.begin(
+                "H2D", unit.name, num_bytes=num_bytes // unit.plans[0].mesh.num_shards
+            )
         if layout.group is not None:
             self.begin(
                 "AG",

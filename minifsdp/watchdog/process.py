@@ -149,7 +149,6 @@ def write_report(found: report.Findings) -> str:
     """
     if (folder := os.environ.get(FOLDER)) == "off":
         return ""
-    contents = {"report": found.text(), "states": found.states, "lines": found.lists}
     # Two jobs without an ID, two starts of a job, and two reports of a process use different files.
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none").replace("/", "_")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
@@ -161,7 +160,10 @@ def write_report(found: report.Findings) -> str:
         with tempfile.NamedTemporaryFile(
             "w", dir=folder, prefix=prefix, suffix=".json", delete=False
         ) as file:
-            json.dump(contents, file)
+            json.dump(
+                {"report": found.text(), "states": found.states, "lines": found.lists},
+                file,
+            )
     except OSError as error:
         return f"(the report could not be written to a file: {error})"
     return f"To draw the report: python -m minifsdp.ledger {file.name}"

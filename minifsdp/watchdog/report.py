@@ -385,8 +385,7 @@ class StoreChannel:
 
     def publish(self, rank: int, what: str, number: int, answer: State) -> None:
         """Publishes the state or the list of a rank, as the answer to all requests up to ``number``."""
-        text = json.dumps({**answer, "answers": number})
-        self._call("set", f"{rank}/{what}", text)
+        self._call("set", f"{rank}/{what}", json.dumps({**answer, "answers": number}))
 
     def announce_exit(self) -> None:
         """Notifies all ranks that the host of the store exits; its exit record is already published."""

@@ -52,11 +52,10 @@ def _check(exercise: Exercise, path: Path, progress: Progress, seconds: float) -
             )
     is_solved = verdict.entry is None
     progress.set_solved(exercise, is_solved)
-    names = ", ".join(place.replace(":", ".") for place in exercise.places.values())
     _say(
         "solved" if is_solved else "go-on",
         number=exercise.number,
-        names=names,
+        names=", ".join(place.replace(":", ".") for place in exercise.places.values()),
         page=exercise.page,
     )
     return int(not is_solved)

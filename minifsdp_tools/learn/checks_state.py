@@ -222,11 +222,12 @@ def every_rank_gathers() -> None:
             names=names,
         )
 
-    config = FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
     with (
         mock.patch.object(state_dict, "_write_unit", checked),
         FullyShardedDataParallel.state_dict_type(
-            model, StateDictType.FULL_STATE_DICT, config
+            model,
+            StateDictType.FULL_STATE_DICT,
+            FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
         ),
     ):
         got = model.state_dict()
@@ -249,16 +250,19 @@ def values_are_copies() -> None:
 
 def tied_names() -> None:
     """A weight with two names has two entries."""
-    model = FullyShardedDataParallel(_tied(), device_id=CPU)
-    _compare(model.state_dict(), _tied().state_dict())
+    _compare(
+        FullyShardedDataParallel(_tied(), device_id=CPU).state_dict(),
+        _tied().state_dict(),
+    )
 
 
 def sharded_state_dict() -> None:
     """In a sharded state dict, each rank has its rows."""
     plain, model = _pair(device_mesh=init_device_mesh("cpu", (2,)))
-    config = ShardedStateDictConfig(offload_to_cpu=True)
     with FullyShardedDataParallel.state_dict_type(
-        model, StateDictType.SHARDED_STATE_DICT, config
+        model,
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(offload_to_cpu=True),
     ):
         got = model.state_dict()
     for name, value in got.items():

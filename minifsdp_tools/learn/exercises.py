@@ -96,8 +96,12 @@ def exercises() -> tuple[Exercise, ...]:
 def _exercise(path: Path) -> Exercise:
     text = tomllib.loads(path.read_text(encoding="utf-8"))
     number, _, name = path.stem.partition("-")
-    checks = [Check(**check) for check in text.pop("checks")]
-    return Exercise(int(number), name.replace("-", "_"), checks=checks, **text)
+    return Exercise(
+        int(number),
+        name.replace("-", "_"),
+        checks=[Check(**check) for check in text.pop("checks")],
+        **text,
+    )
 
 
 class Progress:

@@ -88,8 +88,10 @@ def replace(places: dict[str, str], learner: ModuleType) -> None:
 
 def _parameters(function: Any) -> str:
     """The parameters of a function, with defaults and without types."""
-    parameters = inspect.signature(function).parameters.values()
-    plain = [one.replace(annotation=one.empty) for one in parameters]
+    plain = [
+        one.replace(annotation=one.empty)
+        for one in inspect.signature(function).parameters.values()
+    ]
     return str(inspect.Signature(plain))[1:-1]
 
 
@@ -130,8 +132,7 @@ def run_rank(
         text = exercise.text_of(entry)
         # A text about a rank names it already.
         found = "" if "{rank}" in text else f" (Found on rank {rank}.)"
-        verdict = Verdict(num_passed, entry, text.format(**values) + found)
-        reports.put((rank, verdict))
+        reports.put((rank, Verdict(num_passed, entry, text.format(**values) + found)))
     sys.stdout.flush()
     os._exit(0)
 
@@ -197,8 +198,11 @@ def grade(exercise: Exercise, path: Path | None, seconds: float = 60) -> Verdict
         entry = verdict.entry or "ended"
         stacks = [Path(name) / f"{rank}.stack" for rank in ranks]
         where = "; ".join(_position(stack, path) for stack in stacks)
-        text = exercise.text_of(entry).format(seconds=seconds, where=where)
-        return Verdict(verdict.num_passed, entry, text)
+        return Verdict(
+            verdict.num_passed,
+            entry,
+            exercise.text_of(entry).format(seconds=seconds, where=where),
+        )
 
 
 def _wait(children: Sequence[Any], reports: Any, deadline: float) -> Verdict:

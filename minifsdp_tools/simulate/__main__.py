@@ -229,9 +229,11 @@ def _card(given: argparse.Namespace) -> Card:
 
 
 def _network(given: argparse.Namespace) -> Network:
-    costs = {} if given.costs is None else measured_costs(given.costs)
     return Network(
-        given.ranks_per_machine, given.within * 1e9, given.between * 1e9, costs=costs
+        given.ranks_per_machine,
+        given.within * 1e9,
+        given.between * 1e9,
+        costs={} if given.costs is None else measured_costs(given.costs),
     )
 
 

@@ -289,5 +289,9 @@ def transformer(
         tokens = torch.zeros(micro_batch, length, dtype=torch.long, device="meta")
         return sharded(tokens)  # type: ignore[no-any-return]
 
-    units = [group for group in module.modules() if isinstance(group, Group)]
-    return Model(module, units, loss, micro_batch * length)
+    return Model(
+        module,
+        [group for group in module.modules() if isinstance(group, Group)],
+        loss,
+        micro_batch * length,
+    )

@@ -104,8 +104,7 @@ def json_line(setup: Setup, card: Card, result: Result) -> str:
 
 def picture(setup: Setup, result: Result) -> str:
     """The engine's events at their simulated times, as an SVG."""
-    events = sorted(result.events, key=lambda event: event.start)
     return timeline.svg(
-        [events],
+        [sorted(result.events, key=lambda event: event.start)],
         title=f"Simulated step of rank 0 of {setup.num_ranks}: {name_of(setup)}",
     )

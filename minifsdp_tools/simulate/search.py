@@ -43,14 +43,13 @@ def search(
     Raises:
         ValueError: if the model is given by a function.
     """
-    shape = base.shape
 
     def rank(run: tuple[Setup, Result]) -> tuple[bool, float]:
         return not _fits(run[1], card), -run[1].tokens_per_second
 
     predicted = sorted(
         (
-            (setup, _predicted(setup, shape, card, network))
+            (setup, _predicted(setup, base.shape, card, network))
             for setup in candidates(base)
         ),
         key=rank,

@@ -81,9 +81,13 @@ class Setup:
             checked["model"] = SHAPES
         for name, choices in checked.items():
             if (value := getattr(self, name)) not in choices:
-                known = ", ".join(map(str, choices))
                 raise ValueError(
-                    message("simulate-choice", name=name, value=value, choices=known)
+                    message(
+                        "simulate-choice",
+                        name=name,
+                        value=value,
+                        choices=", ".join(map(str, choices)),
+                    )
                 )
         for name in (
             "num_ranks",
