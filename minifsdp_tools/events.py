@@ -64,16 +64,17 @@ def from_zero(
             )
         )
     return [
-        [_earlier(event, zero) for event in events]
+        [
+            replace(
+                event,
+                start=event.start - zero,
+                end=event.end - zero,
+                arrived=None if event.arrived is None else event.arrived - zero,
+            )
+            for event in events
+        ]
         for events, zero in zip(events_per_rank, origins, strict=True)
     ]
-
-
-def _earlier(event: Event, seconds: float) -> Event:
-    arrived = None if event.arrived is None else event.arrived - seconds
-    return replace(
-        event, start=event.start - seconds, end=event.end - seconds, arrived=arrived
-    )
 
 
 def rows_of(events: Sequence[Event], tolerance: float) -> list[int]:

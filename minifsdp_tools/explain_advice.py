@@ -197,31 +197,28 @@ def assumptions(
     """Descriptions of the differences between this model and the job."""
     usual = _choices(like)
     for unit in units:
-        differs = [
+        if differs := [
             what
             for what, choice in _choices(unit).items()
             if choice and usual[what] and choice != usual[what]
-        ]
-        if differs:
+        ]:
             yield detail("explain-differs", unit=unit.label, what=", ".join(differs))
     if any(unit.is_planned for unit in units):
         yield detail("explain-planned", type=type_of(model))
-    nested = [
+    if nested := [
         unit.label
         for unit in units
         if not unit.is_root
         and any(other.name.startswith(f"{unit.name}.") for other in units)
-    ]
-    if nested:
+    ]:
         yield detail("explain-nested", names=some(nested, MOST_NAMES))
     if {bool(unit.trained_shapes) for unit in units} == {True, False}:
         yield detail("explain-frozen-first")
-    mixed = [
+    if mixed := [
         unit.label
         for unit in units
         if not unit.per_parameter and 0 < len(unit.trained_shapes) < len(unit.shapes)
-    ]
-    if mixed:
+    ]:
         yield detail("explain-mixed", names=some(mixed, MOST_NAMES))
     if is_sharded(model) and (left := left_out(model, units)):
         yield detail(

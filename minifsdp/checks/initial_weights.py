@@ -87,12 +87,11 @@ def compare(
         ]
         for path, number in all_ranks[first].items()
     }
-    lines = [
+    if lines := [
         detail("rank-differs", path=path, ranks=some(ranks), first=first)
         for path, ranks in differing.items()
         if ranks
-    ]
-    if lines:
+    ]:
         warn(message("initial-weights-differ", unit=unit, lines="; ".join(lines)))
 
 

@@ -317,11 +317,10 @@ def check_full_tensors(given: Mapping[str, Any], shown: Mapping[str, Any]) -> No
             ``DETAIL``.
     """
     is_detailed = get_debug_level() == DebugLevel.DETAIL
-    refused = [
+    if refused := [
         repr(key)
         for key, value in given.items()
         if not isinstance(value, torch.Tensor)
         or (isinstance(shown[key], DTensor) and not is_detailed)
-    ]
-    if refused:
+    ]:
         raise RuntimeError(message("load-whole", tensors=some(refused, 3)))

@@ -105,19 +105,6 @@ def state_of_this_rank(ended: str = "", failed_at: str = "") -> State:
     }
 
 
-def state_of_lost(rank: int) -> State:
-    """An exit record for a rank whose process has ended without publishing one."""
-    return {
-        "rank": rank,
-        "ended": LOST,
-        "place": "",
-        "iteration": 0,
-        "last": "",
-        "waits": "",
-        "sequences": {},
-    }
-
-
 def lines_of_this_rank() -> list[Line]:
     """The last collectives of this rank, in the current and the previous epoch of each sequence."""
     return [

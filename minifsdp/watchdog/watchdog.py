@@ -201,7 +201,14 @@ class Watchdog:
             for rank, state in states.items()
             if state is None and channel.is_lost(rank)
         ]:
-            states[rank] = lost = report.state_of_lost(rank)
+            # An exit record for a rank whose process has ended without publishing one.
+            lost: report.State = {
+                "rank": rank,
+                "ended": report.LOST,
+                "waits": "",
+                "sequences": {},
+            }
+            states[rank] = lost
             channel.publish(rank, "state", report.EXIT_RECORD, lost)
         if position is not None:
             epoch, ranks = report.different_ranks(*position[:2], states)

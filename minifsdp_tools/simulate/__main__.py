@@ -148,13 +148,24 @@ _CARD = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command. Returns the exit status."""
-    parser = _parser()
+    parser = argparse.ArgumentParser(
+        "python -m minifsdp_tools.simulate", description="Simulates a training step."
+    )
+    for title, options in _OPTIONS.items():
+        group = parser.add_argument_group(title) if title else parser
+        for option, settings in options.items():
+            group.add_argument(option, **settings)
     given = parser.parse_args(arguments)
     # Sharding over one rank, and `NO_SHARD`, are valid settings here.
     warnings.filterwarnings("ignore", message=".*`NO_SHARD`")
     try:
         card = _card(given)
-        network = _network(given)
+        network = Network(
+            given.ranks_per_machine,
+            given.within * 1e9,
+            given.between * 1e9,
+            costs={} if given.costs is None else measured_costs(given.costs),
+        )
         setups = [_setup(given, strategy) for strategy in given.strategy]
         if given.search:
             runs, num_best = search(setups[0], card, network)
@@ -179,17 +190,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.timeline:
         given.timeline.write_text(picture(*runs[0]), encoding="utf-8")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m minifsdp_tools.simulate", description="Simulates a training step."
-    )
-    for title, options in _OPTIONS.items():
-        group = parser.add_argument_group(title) if title else parser
-        for option, settings in options.items():
-            group.add_argument(option, **settings)
-    return parser
 
 
 def _setup(given: argparse.Namespace, strategy: str) -> Setup:
@@ -226,15 +226,6 @@ def _card(given: argparse.Namespace) -> Card:
     ]:
         raise ValueError(message("simulate-card", missing=", ".join(missing)))
     return Card("the given card", matmul32=numbers["matmul"] / 2, **numbers)
-
-
-def _network(given: argparse.Namespace) -> Network:
-    return Network(
-        given.ranks_per_machine,
-        given.within * 1e9,
-        given.between * 1e9,
-        costs={} if given.costs is None else measured_costs(given.costs),
-    )
 
 
 if __name__ == "__main__":
