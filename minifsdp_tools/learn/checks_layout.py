@@ -21,7 +21,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from minifsdp import fully_shard
 from minifsdp.engine import flat_tensor, sharded_param, shards
 from minifsdp.engine.sharded_param import ShardedParam
-from minifsdp_tools.learn.checking import expect, full_values, train
+from minifsdp_tools.learn.checking import expect, train
 
 # --- 1: flatten and shard ---
 
@@ -314,7 +314,4 @@ def around_shard() -> None:
 
 def hybrid_trains() -> None:
     """A model on a mesh (replicate, shard) trains as in one process."""
-    train(
-        lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2, 1))),
-        full_values,
-    )
+    train(lambda model: fully_shard(model, mesh=init_device_mesh("cpu", (2, 1))))
