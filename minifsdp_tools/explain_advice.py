@@ -77,14 +77,14 @@ def advice_for(units: Sequence[UnitSummary]) -> Iterator[Advice]:
     for unit in units:  # 1.
         # A unit that is stored on one rank is never all-gathered.
         if unit.numel > DOMINANT * total and (len(unit.ranks) > 1 or unit.is_planned):
-            size = size_of(unit.gathered_bytes)
-            cause = detail(
-                "explain-dominant", percent=round(100 * unit.numel / total), size=size
-            )
             yield Advice(
                 "dominant",
                 (unit.label,),
-                cause,
+                detail(
+                    "explain-dominant",
+                    percent=round(100 * unit.numel / total),
+                    size=size_of(unit.gathered_bytes),
+                ),
                 detail("explain-dominant-remedy", candidates=_candidates(unit)),
             )
     # 2. One warning for all small units.
@@ -95,14 +95,15 @@ def advice_for(units: Sequence[UnitSummary]) -> Iterator[Advice]:
         if not unit.is_root and len(unit.ranks) * unit.num_replicas > 1
     ]
     if small := [unit for unit in apart if unit.numel < limit]:
-        numel = max(unit.numel for unit in small)
-        cause = detail(
-            "explain-small", num=len(small), numel=f"{numel:,}", knee=KNEE // 10**6
-        )
         yield Advice(
             "small",
             tuple(unit.label for unit in small),
-            cause,
+            detail(
+                "explain-small",
+                num=len(small),
+                numel=f"{max(unit.numel for unit in small):,}",
+                knee=KNEE // 10**6,
+            ),
             detail("explain-small-remedy"),
         )
     for unit in units:  # 3.
@@ -123,17 +124,17 @@ def advice_for(units: Sequence[UnitSummary]) -> Iterator[Advice]:
         if (unit.is_planned or not unit.per_parameter) and 0 < len(frozen) < len(
             unit.parameters
         ):
-            size = size_of(
-                sum(parameter.numel for parameter in frozen) * unit.compute.itemsize
-            )
-            cause = detail(
-                "explain-frozen",
-                num=len(frozen),
-                names=some([parameter.name for parameter in frozen], MOST_NAMES),
-                size=size,
-            )
+            numel = sum(parameter.numel for parameter in frozen)
             yield Advice(
-                "frozen", (unit.label,), cause, detail("explain-frozen-remedy")
+                "frozen",
+                (unit.label,),
+                detail(
+                    "explain-frozen",
+                    num=len(frozen),
+                    names=some([parameter.name for parameter in frozen], MOST_NAMES),
+                    size=size_of(numel * unit.compute.itemsize),
+                ),
+                detail("explain-frozen-remedy"),
             )
     for unit in units:  # 5.
         if unit.low_batch_norms:
