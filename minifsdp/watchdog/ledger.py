@@ -20,10 +20,8 @@ from typing import Any
 
 from minifsdp.watchdog.report import IDENTITY
 
-MOST = 40
 
-
-def table_of(report: dict[str, Any], most: int = MOST) -> str:
+def table_of(report: dict[str, Any], most: int = 40) -> str:
     """The table as text.
 
     Args:
