@@ -167,7 +167,7 @@ def _state(
 
 
 def _calls_of_hook(*options: Any, num_times: int = 1, **policy: Any) -> list[str]:
-    """What the hook does in a `_state` with these options."""
+    """The calls of the hook in a `_state` with these options."""
     state, unit, recorder = _state(*options, **policy)
     for _ in range(num_times):
         state.pre_backward(unit)
