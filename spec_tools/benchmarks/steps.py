@@ -75,7 +75,7 @@ class Trainer:
 
 
 def train(timer: Callable[[Callable[[], Any]], None], name: str, contender: str) -> dict[str, Any]:
-    """What every rank does: checks the losses, times the step, and measures the other figures."""
+    """Checks the losses, times the step, and measures the other figures."""
     workload = WORKLOADS[name]
     found = _timed(timer, workload, contender)
     # Without the model that was timed.
