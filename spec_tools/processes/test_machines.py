@@ -221,7 +221,7 @@ def test_each_rank_reports_a_link_that_fails_in_a_step(reports: tuple[Path, list
     _, (errors, _) = reports
     for rank, text in enumerate(errors):
         assert re.search(rf"rank {rank}: the \S+ of \S+ between ranks \[0, 1, 2, 3\] failed: .*", text), text
-        assert f"{int(train.TIMEOUT * 1000)}ms" in text or "Connection closed by peer" in text, text
+        assert f"{int(train.CUT_TIMEOUT * 1000)}ms" in text or "Connection closed by peer" in text, text
         said = text.partition(REPORT)[2]
         if rank < PER_MACHINE:
             assert "ranks 2, 3: no answer: " in said, text

@@ -54,6 +54,7 @@ STEPS, EVERY = 6, 2
 TINY = ["--device=cpu", "--blocks=1", "--width=16", "--heads=2", "--context=16", "--batch=2", "--sample=1", "--lr=0.1"]
 PARTS = 4  # of a batch
 TIMEOUT = 20.0  # seconds, of all groups; torch's half an hour is too long for a test
+CUT_TIMEOUT = 5.0  # after the first loss of a start in which the link to another machine is cut
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,18 @@ class Events:
         self._log = os.open(folder / f"events-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         start = len([*folder.glob("struck-*")])
         self._mark, self._cut = folder / f"struck-{start}", folder / f"cut-{start}"
-        mine = [moment for moment in moments[start : start + 1] if moment.victim == rank]
-        self._moment = mine[0] if mine else None
+        moment = moments[start] if start < len(moments) else None
+        self._is_cut_off = moment is not None and moment.fault == "is cut off"
+        self._moment = moment if moment is not None and moment.victim == rank else None
         self._num_seen = 0
         self._timer: threading.Timer | None = None
 
     def see(self, label: str) -> None:
         os.write(self._log, f"{label}\n".encode())
+        if self._is_cut_off and label == "loss":
+            # A rank may start late, but must not wait long for a machine that is out of reach.
+            for group in list(dist.distributed_c10d._world.pg_map):
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=CUT_TIMEOUT), group)
         moment = self._moment
         if moment is None or not re.fullmatch(moment.label, label):
             return
