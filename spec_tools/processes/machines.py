@@ -25,7 +25,7 @@ from spec_tools.processes.ranks import ROOT
 
 INTERFACE = "link0"
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
-HARDWARE = ("02:00:00:00:00:01", "02:00:00:00:00:02")
+HARDWARE, NOWHERE = ("02:00:00:00:00:01", "02:00:00:00:00:02"), "02:00:00:00:00:03"
 LIMIT = 30.0  # seconds
 
 
@@ -64,9 +64,8 @@ class TwoMachines:
                 self._configure(number, f"ip address add {ADDRESSES[number]}/24 dev {INTERFACE}")
                 self._configure(number, f"ip link set {INTERFACE} up")
                 self._configure(number, "ip link set lo up")
-                # Otherwise a machine asks for it, and reports an error if it gets no answer during a cut.
-                other = f"{ADDRESSES[1 - number]} lladdr {HARDWARE[1 - number]}"
-                self._configure(number, f"ip neighbour add {other} dev {INTERFACE}")
+                shaped = f"tbf rate {self._rate:.0f}bit burst 128kb latency 100ms"
+                self._configure(number, f"tc qdisc add dev {INTERFACE} root {shaped}")
             self.restore()
         except (NotAllowedError, OSError) as error:
             self.__exit__()
@@ -84,15 +83,18 @@ class TwoMachines:
             raise NotAllowedError(f"{command}: {done.stderr}")
 
     def cut(self) -> None:
-        """Drops all packets without an error, as if a switch has lost power, until `restore` is called."""
-        for number in range(2):
-            self._configure(number, f"tc qdisc replace dev {INTERFACE} root pfifo limit 0")
+        """Loses all packets without an error, as if a switch has lost power, until `restore` is called."""
+        self._send_to([NOWHERE, NOWHERE])
 
     def restore(self) -> None:
         """Ends a cut."""
+        self._send_to(HARDWARE)
+
+    def _send_to(self, hardware: Sequence[str]) -> None:
+        """Sets the hardware address to which each machine sends its packets. The other machine ignores a wrong one."""
         for number in range(2):
-            shaped = f"tbf rate {self._rate:.0f}bit burst 128kb latency 100ms"
-            self._configure(number, f"tc qdisc replace dev {INTERFACE} root {shaped}")
+            other = f"{ADDRESSES[1 - number]} lladdr {hardware[1 - number]}"
+            self._configure(number, f"ip neighbour replace {other} dev {INTERFACE} nud permanent")
 
     def start(self, number: int, command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
         """Starts a command on machine 0 or 1; ``options`` are those of `subprocess.Popen`."""
