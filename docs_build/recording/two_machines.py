@@ -53,14 +53,17 @@ def two_machines(record: Any) -> str:
     for (rate, strategy), run in of_api["wrapper"].items():
         seconds = [f"{run['seconds']:.2f} s", f"{of_api['fully_shard'][rate, strategy]['seconds']:.2f} s"]
         least = f"{8 * run['sent'] / rate:.2f} s"
-        rows.append((_link(rate), f"`{strategy}`", f"{run['sent'] / 1e6:.1f} MB", least, *seconds))
+        rows.append((_link(run), f"`{strategy}`", f"{run['sent'] / 1e6:.1f} MB", least, *seconds))
     heads = ["link", "strategy", "sent by a machine", "bytes / rate", "step, `FullyShardedDataParallel`"]
     about = f"{record['date']}, {record['machine']}; a model of {record['parameters'] / 1e6:.1f} million parameters."
     return f"{table([*heads, 'step, `fully_shard`'], rows, 'llrrrr')}\n\n{about}"
 
 
-def _link(rate: float) -> str:
-    return f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
+def _link(run: Any) -> str:
+    rate = run["rate"]
+    text = f"{rate / 1e9:g} Gbit/s" if rate >= 1e9 else f"{rate / 1e6:g} Mbit/s"
+    # Links of earlier records also had a delay.
+    return f"{text}, {1000 * run['delay']:g} ms" if "delay" in run else text
 
 
 if __name__ == "__main__":
