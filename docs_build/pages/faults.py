@@ -1,96 +1,91 @@
 """Attempts to break a training, as tables. Each table is made from a record while the site is built.
 
-=================================================  ======================================
-``python -m spec_tools.faults --record``           every fault at every stage
-``python -m spec_tools.faults.restarts --record``  under a real torchrun
-``python -m spec_tools.kills --record``  kill -9 in a save
-``python -m spec_tools.fuzz --record``             random programs
-``python -m spec_tools.soak --record``             2,000 steps
-=================================================  ======================================
+==================================================  ======================================
+``python -m spec_tools.processes faults --record``    every fault at every stage
+``python -m spec_tools.processes restarts --record``  under a real torchrun
+``python -m spec_tools.processes kills --record``     kill -9 in a save
+``python -m spec_tools.fuzz --record``                random programs
+``python -m spec_tools.processes soak --record``      2,000 steps
+==================================================  ======================================
 """
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from docs_build.reading.text import table as markdown
 from docs_build.recording.records import of_record
 
+Row = dict[str, Any]
 
-def _stated(heads: Iterable[str], rows: Iterable[Iterable[object]], record: dict[str, Any], words: str = "") -> str:
+
+def _stated(heads: Iterable[str], rows: Iterable[Iterable[object]], record: Any, words: str = "") -> str:
     """A table with the circumstances of its record below it."""
     return "\n".join([markdown(heads, rows, "lr"), "", *([words, ""] if words else []), *record["circumstances"]])
 
 
-# ---- the matrix ----
+def _pivot(
+    head: str, rows: list[Row], lines: str, columns: str, text: Callable[[list[Row]], object]
+) -> tuple[list[str], list[list[Any]]]:
+    """The heads and lines of a table.
+
+    Args:
+        head: of the first column.
+        rows: of a record.
+        lines, columns: the fields whose values name the lines and the columns.
+        text: makes a cell from the rows with its line and column.
+    """
+
+    def name(row: Row, fields: str) -> str:
+        return ", ".join(row[field] for field in fields.split())
+
+    cells: dict[str, dict[str, list[Row]]] = {}
+    for row in rows:
+        cells.setdefault(name(row, lines), {}).setdefault(name(row, columns), []).append(row)
+    heads = list(dict.fromkeys(name(row, columns) for row in rows))
+    return [head, *heads], [[line, *(text(of_line.get(each, [])) for each in heads)] for line, of_line in cells.items()]
+
+
+def _span(rows: list[Row]) -> str:
+    """The shortest and the longest time until all ranks had reported a fault."""
+    if any("problem" in row for row in rows):
+        return "**wrong**"
+    seconds = [row["seconds"] for row in rows]
+    return f"{min(seconds):.1f} to {max(seconds):.1f}" if rows else ""
 
 
 @of_record("faults")
 def table(record: Any) -> str:
     """A row for each stage, a column for each fault; below it the runs and their dates."""
-    kinds = record["rows"].values()
-    stages, faults = _axes(record)
-    # If rank 0 hosts the store, not every fault was tried at every stage.
-    rows = [[stage, *(_span((kind.get(stage, {}) for kind in kinds), fault) for fault in faults)] for stage in stages]
-    num_cells = sum(len(row) for of_kind in kinds for row in of_kind.values())
-    words = f"{num_cells} cells, on CPUs with gloo, with 2 ranks (hybrid: 4)."
-    words += f" The timeout of the groups is {record['timeout']:g} s."
-    return _stated(["a rank ... at", *faults], rows, record, words)
+    rows = record["rows"]
+    heads, lines = _pivot("a rank ... at", rows, "stage", "fault", _span)
+    return _stated(heads, lines, record, f"{len(rows)} cells, on CPUs with gloo, with 2 ranks (hybrid: 4).")
 
 
 @of_record("faults")
 def by_kind(record: Any) -> str:
     """The same cells by kind of training: a row for each, over all stages."""
-    _, faults = _axes(record)
-    rows = [[kind, *(_span(row.values(), fault) for fault in faults)] for kind, row in record["rows"].items()]
-    return markdown(["API and training mode", *faults], rows, "lr")
-
-
-def _axes(record: Any) -> tuple[list[str], list[str]]:
-    first = next(iter(record["rows"].values()))
-    return [*first], [*next(iter(first.values()))]
-
-
-def _span(rows: Iterable[dict[str, float | None]], fault: str) -> str:
-    """The shortest and the longest time until all ranks had reported a fault."""
-    seconds = [row[fault] for row in rows if fault in row]
-    known = [each for each in seconds if each is not None]
-    if len(known) < len(seconds):
-        return "**wrong**"
-    return f"{min(known):.1f} to {max(known):.1f}" if known else ""
-
-
-# ---- recovery ----
+    return markdown(*_pivot("API and training mode", record["rows"], "kind", "fault", _span), "lr")
 
 
 @of_record("restarts")
 def restarts(record: Any) -> str:
     """A row for each fault and moment, a column for each kind of training."""
-    jobs = {(job["fault"], job["moment"], job["api"], job["strategy"]): job for job in record["jobs"]}
 
-    def cell(job: dict[str, Any]) -> str:
-        return "**wrong**" if job["seconds"] is None else f"rank {job['victim']}: {job['seconds']} s"
+    def text(rows: list[Row]) -> str:
+        (job,) = rows
+        return "**wrong**" if "problem" in job else f"rank {job['victim']}: {job['seconds']} s"
 
-    places, kinds = (list(dict.fromkeys(key[part] for key in jobs)) for part in (slice(2), slice(2, 4)))
-    rows = [[" ".join(place), *(cell(jobs[place + kind]) for kind in kinds)] for place in places]
-    return _stated(["a rank ...", *(f"`{api}`, `{strategy}`" for api, strategy in kinds)], rows, record)
+    heads, lines = _pivot("a rank ...", record["rows"], "fault moment", "api strategy", text)
+    return _stated(heads, lines, record)
 
 
 @of_record("kills")
 def kills(record: Any) -> str:
-    """For each kind of moment the number of kills, and the checkpoints from which the next run resumed."""
-    counts: Counter[tuple[str, str]] = Counter()
-    for kill in record["kills"]:
-        name = kill["moment"].split(" call ")[0].split(" ms")[0].rstrip("0123456789. ")
-        name = {"after": "some milliseconds after it began", "before": "before any call"}.get(name, name)
-        counts[name, kill["api"]] += 1
-    lost = Counter(kill["api"] for kill in record["kills"] if "wrong" in kill)
-    moments, apis = (list(dict.fromkeys(key[part] for key in counts)) for part in (0, 1))
-    rows = [[name, *(counts[name, api] for api in apis)] for name in moments]
-    sums = (f"**{sum(counts[name, api] for name in moments)}, {lost[api]}**" for api in apis)
-    rows.append(["**all, checkpoints lost**", *sums])
-    heads = ["killed", *(f"`{api}`" for api in apis)]
-    return _stated(heads, rows, record, f"Checkpoints lost: {lost.total()}.")
+    """For each kind of moment the number of kills with each API."""
+    rows = record["rows"]
+    heads, lines = _pivot("killed", rows, "moment", "api", len)
+    lost = sum("problem" in row for row in rows)
+    return _stated(heads, lines, record, f"{len(rows)} kills. Checkpoints lost: {lost}.")
 
 
 # ---- long runs ----
@@ -126,7 +121,7 @@ def fuzz(record: Any) -> str:
 @of_record("soak")
 def soak(record: Any) -> str:
     """The resources of a rank early and late, a column for each count."""
-    samples = [(run["api"], run[when]) for run in record["runs"] for when in ("first", "last")]
+    samples = [(run["api"], run[when]) for run in record["rows"] for when in ("first", "last")]
     rows = [
         [words, *(f"{sample[name] / divisor:,.0f}{unit}" for _, sample in samples)]
         for name, (words, unit, divisor) in HELD.items()

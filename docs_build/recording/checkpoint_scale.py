@@ -16,8 +16,8 @@ from docs_build.reading.text import table
 from docs_build.recording.busy import Others
 from docs_build.recording.records import load, of_record, save, stamp, torchrun
 from minifsdp_tools.formulas import size_of
-from spec_tools.checkpoints.formula import Checkpoint, llama_70b
-from spec_tools.checkpoints.measure import NUM_BLOCKS, REPEATS, WIDTH, checkpoint
+from spec_tools.processes.checkpoint_costs import NUM_BLOCKS, REPEATS, WIDTH, checkpoint
+from spec_tools.processes.checkpoint_sizes import Checkpoint, llama_70b
 
 SIZES = (2, 4, 8)
 MANY = (64, 256, 1024)
@@ -91,7 +91,7 @@ def measured(ranks: int) -> Any:
     others = Others()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "found.json"
-        launch = ["--standalone", "--nproc-per-node", str(ranks), "-m", "spec_tools.checkpoints.measure"]
+        launch = ["--standalone", "--nproc-per-node", str(ranks), "-m", "spec_tools.processes.checkpoint_costs"]
         ended = torchrun([*launch, folder, str(file)])
         if ended.returncode:
             raise RuntimeError(ended.stderr[-4000:])

@@ -11,8 +11,8 @@ import pytest
 from docs_build.recording import checkpoint_scale
 from docs_build.recording.records import load
 from spec_tests.harness import ranks
-from spec_tools.checkpoints import measure
-from spec_tools.checkpoints.formula import Checkpoint, llama_70b
+from spec_tools.processes import checkpoint_costs as measure
+from spec_tools.processes.checkpoint_sizes import Checkpoint, llama_70b
 
 
 @pytest.mark.cpu

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spec_tests.harness import device
 from spec_tests.models.modules import seeded
 from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, fully_shard
-from spec_tools.checkpoints.formula import Checkpoint
+from spec_tools.processes.checkpoint_sizes import Checkpoint
 
 # With 8 ranks, a shard of a block has 256 KiB. Shards of this size are received directly in the output of the
 # all-gather. For smaller ones, gloo allocates another output.

@@ -22,7 +22,7 @@ from spec_tests.checkpoint.scale import WIDTH, checkpoint, trained
 from spec_tests.harness import ranks
 from spec_tests.live_bytes import LiveBytes
 from spec_tests.models.running import Wire
-from spec_tools.checkpoints.formula import Checkpoint, llama_70b
+from spec_tools.processes.checkpoint_sizes import Checkpoint, llama_70b
 
 pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore::FutureWarning")]
 each_api = pytest.mark.parametrize("api", ["flat", "fully_shard"])

@@ -28,7 +28,6 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # Folders whose tests start processes that would compute on the CPU.
 STARTS_PROGRAMS = (
     "spec_tools/tutorials",
-    "spec_tools/kills",
     "spec_tools/processes",
     "docs_build/tests",
     "spec_tools/tests",

@@ -79,7 +79,6 @@ REWRITTEN = (
         f"spec_tests.{name}"
         for name in ("both_apis", "checkpoint", "compat", "engine", "fsdp1", "fsdp2", "healthy", "models", "oracles")
     ),
-    "spec_tools.kills",
     "spec_tools.processes",
     "spec_tools.tutorials",
 )

@@ -1,47 +1,55 @@
-"""``python -m spec_tools.processes PROGRAM API``: a rank of a program of ``programs.py`` or ``around.py``.
+"""Breaks trainings in many ways, and prints what happened.
 
-Prints ``right`` when the program has finished, unless the program prints it itself at its end. The last exit
-handler prints how long the main thread has slept since then. Time in which a busy machine runs other processes
-does not count.
+    python -m spec_tools.processes faults      each fault of a rank at each stage of a training
+    python -m spec_tools.processes restarts    faults of a rank under torchrun
+    python -m spec_tools.processes kills       kill -9 at 50 moments of a save, for each API
+    python -m spec_tools.processes soak        2,000 steps with each API
+
+With ``--record`` it also writes the rows to ``docs/data``, for the documentation. The exit status is the number of rows
+with a problem.
 """
 
 from __future__ import annotations
 
-import atexit
-import sys
+import argparse
+import json
 import time
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
-awake_at = []
-
-
-def seconds_asleep() -> float:
-    """The time that the main thread has slept since a fixed time, neither running nor waiting for a core."""
-    ran, waited, _ = map(int, Path("/proc/self/schedstat").read_text().split())
-    return time.monotonic() - (ran + waited) / 1e9
+PROGRAMS = ("faults", "restarts", "kills", "soak")
 
 
-@atexit.register
-def tell() -> None:
-    """Registered before all other exit handlers, so it runs after all of them."""
-    for before in awake_at:
-        print(f"slept {seconds_asleep() - before:.2f} s", flush=True)
+def main() -> int:
+    # Imported here, because ranks import this module too, as the main module of their parent.
+    from spec_tools.benchmarks.page import circumstances
+    from spec_tools.processes import kills, matrix, restarts, soak
+    from spec_tools.processes.ranks import ROOT
 
-
-def main() -> None:
-    import torch
-
-    from spec_tools.processes import around, programs
-
-    name, api = sys.argv[1:]
-    torch.set_num_threads(1)
-    try:
-        getattr(around if hasattr(around, name) else programs, name)(api)
-        if not name.startswith("exit_handlers"):
-            print("right", flush=True)
-    finally:
-        awake_at.append(seconds_asleep())
+    # The cases, what runs one of them, and how many run at the same time.
+    programs: dict[str, tuple[Iterable[Any], Callable[[Any], dict[str, Any]], int]] = {
+        "faults": (matrix.cells(), matrix.run, 6),
+        "restarts": (restarts.restarts(), restarts.run, 2),
+        "kills": (kills.kills(), kills.run, 3),
+        "soak": (soak.APIS, soak.run, 1),
+    }
+    parser = argparse.ArgumentParser(prog="python -m spec_tools.processes")
+    parser.add_argument("program", choices=PROGRAMS)
+    parser.add_argument("--record", action="store_true", help="write docs/data/PROGRAM.json")
+    options = parser.parse_args()
+    cases, run, at_once = programs[options.program]
+    begun, rows = time.monotonic(), []
+    with ThreadPoolExecutor(at_once) as threads:
+        for row in threads.map(run, cases):
+            print(row, flush=True)
+            rows.append(row)
+    if options.record:
+        head = json.dumps({"circumstances": circumstances(time.monotonic() - begun)}, indent=1)[:-2]
+        lines = ",\n  ".join(map(json.dumps, rows))
+        (ROOT / "docs" / "data" / f"{options.program}.json").write_text(f'{head},\n "rows": [\n  {lines}\n ]\n}}\n')
+    return sum("problem" in row for row in rows)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""Starts the ranks of a program in their own processes, and reports how each has ended.
+"""Starts the ranks of a healthy program in their own processes, and reports how each has ended.
 
 * ``plain``: without a launcher. The environment variables are set, and rank 0 hosts the store.
 * ``torchrun``: by ``torch.distributed.run``, whose agent hosts the store. ``restarts`` allows it to restart the job.
@@ -12,80 +12,52 @@ import signal
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from spec_tests.healthy.quiet import accusations
 from spec_tests.ports import free_port
+from spec_tools.processes.healthy import SECOND_RUN
+from spec_tools.processes.ranks import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 LIMIT = 150.0  # seconds for a program
-SECOND_RUN = "--- second run ---"  # a line on stderr
 AT_ONCE = 1.5  # seconds that a process may sleep between the end of its program and its exit
+NUM_RANKS = {"host_of_the_store_leaves": 3, "spawned": 1, "groups_made_by_the_package": 4}
 
 
-@dataclass(frozen=True)
-class Launch:
-    """A program, an API (or ``both``), a launcher and the number of processes that it starts."""
-
-    program: str
-    api: str
-    launcher: str = "plain"
-    num_ranks: int = 2
-
-    def __str__(self) -> str:
-        return f"{self.program}-{self.api}-{self.launcher}"
-
-
-def problem(launch: Launch) -> str:
+def problem(program: str, launcher: str) -> str:
     """Describes what is wrong with the end of a program. Empty if nothing is."""
+    num_ranks, module = NUM_RANKS.get(program, 2), ["-m", "spec_tools.processes.healthy", program]
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "spec_tools.processes", launch.program, launch.api]
-        if launch.launcher == "plain":
-            place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": launch.num_ranks}
-            ranks = [started(command, folder, **place, RANK=rank, LOCAL_RANK=rank) for rank in range(launch.num_ranks)]
-            num_right = 1 if launch.program in ("hash_store", "spawned") else launch.num_ranks
+        if launcher == "plain":
+            job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": num_ranks}
+            ranks = [started(module, folder, **job, RANK=rank, LOCAL_RANK=rank) for rank in range(num_ranks)]
         else:
-            options = ["--standalone", f"--nproc-per-node={launch.num_ranks}"]
-            options += ["--max-restarts=1", "--monitor-interval=0.1"] if launch.launcher == "restarts" else []
-            ranks = [started([*command[:2], "torch.distributed.run", *options, "-m", *command[2:]], folder)]
-            num_right = launch.num_ranks
+            launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+            launch += ["--max-restarts=1", "--monitor-interval=0.1"] if launcher == "restarts" else []
+            ranks = [started([*launch, *module], folder)]
         results = [finished(rank) for rank in ranks]
-        # With `fully_shard`, torch leaves the file of its mesh.
-        is_file_store = (launch.program, launch.api) == ("file_store", "wrapper")
-        left = [path.name for path in Path(folder).iterdir() if is_file_store]
-    found = [f"a file is left: {left}"] if left else []
+        found = [f"a file is left: {path.name}" for path in Path(folder).glob("wrapper-*")]
     for rank, (status, output, errors) in enumerate(results):
-        if status != 0:
+        # A restarted program fails once, and marks its second run.
+        after_restart = errors.rpartition(SECOND_RUN)[2]
+        if status != 0 or accusations(after_restart):
             found.append(f"process {rank} has ended with {status}:\n{errors[-3000:]}")
-        elif accusations(after_the_last_restart(errors, launch)):
-            found.append(f"process {rank} says:\n{errors[-3000:]}")
         for seconds in re.findall(r"slept ([\d.]+) s", output):
             if float(seconds) > AT_ONCE:
                 found.append(f"process {rank} has slept for {seconds} s at its end")
-    seen = sum(output.count("right") for _, output, *_ in results)
-    if not found and seen < num_right:
-        found.append(f"{seen} of {num_right} ranks are right")
+    num_right = sum(output.count("right") for _, output, _ in results)
+    if num_right < num_ranks:
+        found.append(f"{num_right} of {num_ranks} ranks are right")
     return "\n".join(found)
 
 
-def after_the_last_restart(errors: str, launch: Launch) -> str:
-    """The part of stderr that must report no error. A restarted program fails once, and marks its second run."""
-    if launch.launcher != "restarts":
-        return errors
-    _, found, rest = errors.rpartition(SECOND_RUN)
-    return rest if found else ""
-
-
-def started(command: list[str], folder: str, **place: object) -> Any:
-    reported = {**os.environ, **{name: str(value) for name, value in place.items()}}
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
-    reported |= {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HEALTHY_FOLDER": folder, "GLOO_SOCKET_IFNAME": "lo"}
-    reported |= {"PYTHONWARNINGS": "ignore", "TORCH_CPP_LOG_LEVEL": "ERROR"}
+def started(command: list[str], folder: str, **place: object) -> subprocess.Popen[str]:
+    settings = {"OMP_NUM_THREADS": 1, "HEALTHY_FOLDER": folder, "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    settings |= {"PYTHONPATH": path, "TORCH_CPP_LOG_LEVEL": "ERROR", **place}
     return subprocess.Popen(
-        command,
-        env=reported,
+        [sys.executable, *command],
+        env={**os.environ, **{name: str(value) for name, value in settings.items()}},
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -94,7 +66,7 @@ def started(command: list[str], folder: str, **place: object) -> Any:
     )
 
 
-def finished(process: Any) -> tuple[int | None, str, str]:
+def finished(process: subprocess.Popen[str]) -> tuple[int | None, str, str]:
     """Status, stdout and stderr. The status is ``None`` if the process was killed at the limit."""
     try:
         output, errors = process.communicate(timeout=LIMIT)

@@ -1,6 +1,6 @@
 """Measures the checkpoints of a small model with both APIs.
 
-    python -m torch.distributed.run --standalone --nproc-per-node 4 -m spec_tools.checkpoints.measure FOLDER FILE
+    python -m torch.distributed.run --standalone --nproc-per-node 4 -m spec_tools.processes.checkpoint_costs FOLDER FILE
 
 Every rank runs it. Checkpoints are written to new folders in ``FOLDER``, and rank 0 writes the results to ``FILE``.
 
@@ -17,7 +17,6 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
@@ -31,13 +30,14 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 import minifsdp
 from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.live_bytes import LiveBytes
-from spec_tools.checkpoints.formula import Checkpoint
+from spec_tools.processes.checkpoint_sizes import Checkpoint
 
 __all__ = ["APIS", "REPEATS", "measure"]
 
 WIDTH, NUM_BLOCKS = 512, 8
 REPEATS = 3
 APIS = ("FullyShardedDataParallel", "fully_shard")
+CALLS = ("save", "load", "begin_async_save", "save_full")
 
 
 class Block(nn.Sequential):
@@ -122,42 +122,40 @@ def largest(value: float) -> float:
     return float(max(values))
 
 
-def seconds_of(call: Callable[[], None]) -> float:
+def seconds_of(calls: Calls, name: str) -> float:
     dist.barrier()
     began = time.perf_counter()
-    call()
-    return largest(time.perf_counter() - began)
+    getattr(calls, name)()
+    seconds = largest(time.perf_counter() - began)
+    calls.finish_async_save()
+    return round(seconds, 4)
 
 
-def memory_of(api: str, folder: Path, width: int, num_blocks: int) -> dict[str, int]:
-    """Bytes during each call, in addition to those before it."""
-    found = {}
-    with LiveBytes() as live:
-        calls = Calls(api, folder, width, num_blocks)
-        for name in ("save", "load", "begin_async_save", "save_full"):
-            before = live.now()
-            live.forget_peak()
-            getattr(calls, name)()
-            mine = live.peak - before
-            calls.finish_async_save()
-            found[name] = int(largest(mine))
-    return found
+def bytes_of(calls: Calls, name: str, live: LiveBytes) -> int:
+    """Bytes during a call, in addition to those before it."""
+    before = live.now()
+    live.forget_peak()
+    getattr(calls, name)()
+    mine = live.peak - before
+    calls.finish_async_save()
+    return int(largest(mine))
 
 
 def measure(folder: Path, width: int = WIDTH, num_blocks: int = NUM_BLOCKS, repeats: int = REPEATS) -> dict[str, Any]:
     """All measurements of both APIs. All ranks must call it."""
     found: dict[str, Any] = {}
     for api in APIS:
-        calls, times = Calls(api, folder, width, num_blocks), dict[str, list[float]]()
-        for _ in range(repeats):
-            for name in ("save", "load", "begin_async_save", "save_full"):
-                times.setdefault(name, []).append(seconds_of(getattr(calls, name)))
-                calls.finish_async_save()
+        calls = Calls(api, folder, width, num_blocks)
+        # The calls take turns, so that another load on the machine affects all of them.
+        seconds = [{name: seconds_of(calls, name) for name in CALLS} for _ in range(repeats)]
         dist.barrier()
         sizes = {path.name: path.stat().st_size for path in calls.newest.iterdir()}
+        with LiveBytes() as live:
+            counted = Calls(api, folder / "counted", width, num_blocks)
+            memory = {name: bytes_of(counted, name, live) for name in CALLS}
         found[api] = {
-            "seconds": {name: round(statistics.median(of_call), 4) for name, of_call in times.items()},
-            "memory": memory_of(api, folder / "counted", width, num_blocks),
+            "seconds": {name: statistics.median(times[name] for times in seconds) for name in CALLS},
+            "memory": memory,
             "num_files": len(sizes),
             "metadata_bytes": sizes.pop(".metadata"),
             "file_bytes": max(sizes.values()),

@@ -1,6 +1,6 @@
 """A program whose ranks fail, catch the error, and start again with other process groups.
 
-    python -m spec_tools.faults.new_groups FOLDER
+    python -m spec_tools.processes.new_groups FOLDER
 
 For each start it prints the number of watchdogs, and the number that is left after the process group was destroyed.
 """
@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from minifsdp.checks.collective_log import log
-from spec_tools.faults.deviate import sharded
-from spec_tools.faults.ends import ends_as_python_does
+from spec_tools.processes.deviate import sharded
+from spec_tools.processes.ranks import end_as_python_does
 
 
 def main() -> None:
@@ -40,4 +40,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    ends_as_python_does(main)
+    end_as_python_does(main)

@@ -1,1 +1,0 @@
-"""Kills a rank in the middle of a save, and checks that no checkpoint is lost."""

@@ -1,0 +1,135 @@
+"""Kill -9 of a rank at a moment of a save, and the next run.
+
+Each moment needs two runs. In the first run, a rank is killed. Then the folder is checked, by code that is independent
+of the code under test. The second run continues. Its losses must be bitwise equal to those of a run that is never
+interrupted and never saves.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from spec_tools.processes.faults import whole_checkpoints
+from spec_tools.processes.ranks import start
+from spec_tools.processes.train import STEPS, Moment
+
+APIS = ("wrapper", "fully_shard")
+LIMIT = 90.0  # seconds for a run
+GRACE = 30.0  # seconds for the survivors to detect that a rank has ended
+SLOWEST_SAVE = 0.12  # seconds
+PART, FILE = r"\.step-000004\.part", r"\.step-000004\.part/(__\d_0\.distcp|full\.pt)"
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A moment of a save of the form ``sharded`` or ``full``, and an API."""
+
+    api: str
+    form: str
+    moment: Moment
+
+
+# The moments that the protocol of the tutorial's `checkpoint` distinguishes, in the order of a save of step 4. Each
+# earlier save writes the pointer once. The first checkpoint is removed after step 6.
+NAMED = [
+    ("sharded", Moment("before the folder beside", f"mkdir {PART}")),
+    # Rank 1 has no file of its own in a full checkpoint.
+    ("sharded", Moment("before the first byte", f"open {PART}/__1_0.distcp", victim=1)),
+    ("sharded", Moment("in the middle of a file", f"open {PART}/__0_0.distcp", after_bytes=9_000)),
+    ("sharded", Moment("in the middle of a file", f"open {PART}/__1_0.distcp", after_bytes=9_000, victim=1)),
+    ("full", Moment("in the middle of the full file", f"mkdir {PART}", after_bytes=15_000)),
+    ("sharded", Moment("before a file is flushed", f"fsync {FILE}")),
+    ("sharded", Moment("before a file is flushed", f"fsync {FILE}", victim=1)),
+    ("full", Moment("before a file is flushed", f"fsync {FILE}")),
+    ("sharded", Moment("before the manifest", rf"open {PART}/\.manifest\.json\.part")),
+    ("full", Moment("before the manifest has its name", f"rename {PART}/manifest.json")),
+    ("sharded", Moment("before the folder is flushed", f"fsync {PART}")),
+    ("sharded", Moment("before the rename", "rename step-000004")),
+    ("sharded", Moment("between rename and pointer", r"open \.newest\.part", nth=1)),
+    ("full", Moment("between rename and pointer", r"open \.newest\.part", nth=1)),
+    ("sharded", Moment("before the pointer has its name", "rename newest", nth=1)),
+    ("sharded", Moment("before the old one is hidden", r"rename \.step-000002\.old")),
+    ("sharded", Moment("in the middle of removing the old one", "remove a file", nth=1)),
+]
+
+
+def kills(number: int = 50) -> list[Kill]:
+    """``number`` kills for each API. Of five, three are at named moments, one is some milliseconds after the start of a
+    save, and one is before a random call after the first save."""
+    chance, drawn = random.Random(1), []
+    for api in APIS:
+        for index in range(number):
+            step, victim, form = chance.choice([4, 6]), chance.randrange(2), chance.choice(["sharded", "full"])
+            if index % 5 == 3:
+                seconds = round(chance.uniform(0.001, SLOWEST_SAVE), 4)
+                moment = Moment("after the start of a save", f"save {step}", 0, victim, seconds=seconds)
+                drawn.append(Kill(api, form, moment))
+            elif index % 5 == 4:
+                # In a sharded save, rank 0 makes about twenty calls, and rank 1 makes three.
+                nth = chance.randrange(20, 34) if victim == 0 else chance.randrange(5, 9)
+                calls = "(open|rename|mkdir|fsync|remove) .*"
+                moment = Moment("before a call", calls, nth, victim)
+                drawn.append(Kill(api, form if victim == 0 else "sharded", moment))
+            else:
+                drawn.append(Kill(api, *chance.choice(NAMED)))
+    return drawn
+
+
+def run(kill: Kill) -> dict[str, Any]:
+    """A row of the record."""
+    row = {"api": kill.api, "moment": kill.moment.name, "rank": kill.moment.victim, "form": kill.form}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return {**row, "resumed from": resume(kill, Path(folder))}
+        except AssertionError as error:
+            return {**row, "problem": str(error)[-2000:]}
+
+
+def resume(kill: Kill, folder: Path) -> str:
+    """Kills a rank and runs again. Returns the name of the checkpoint from which the second run resumed.
+
+    Raises:
+        AssertionError: a checkpoint was lost or damaged, or the second run differs from the uninterrupted one.
+    """
+    arguments = (str(folder), kill.form, json.dumps([asdict(kill.moment)]), f"--api={kill.api}")
+    with start("spec_tools.processes.train", *arguments, folder=folder / "first") as ranks:
+        codes = ranks.wait(LIMIT, [kill.moment.victim]) + ranks.wait(GRACE, [1 - kill.moment.victim])
+    assert codes[0] == -9, f"the rank was not killed: {codes}\n{ranks.all_errors()}"
+    assert codes[1] is not None, f"a survivor hung: {ranks.errors(1 - kill.moment.victim)}"
+    runs = folder / "runs"
+    whole = whole_checkpoints(runs)
+    announced = (runs / "newest").read_text()
+    assert announced in whole, whole
+    result = finished(kill.api, kill.form, folder)
+    assert result == {"losses": uninterrupted(kill.api), "resumed at": [int(announced[5:])]}, result
+    # No temporary file remains, and all checkpoints to keep exist. If the run was killed after its last save, no later
+    # save has removed the oldest one.
+    left = {path.name for path in runs.iterdir()} - ({"step-000002"} if announced == "step-000006" else set())
+    assert left == {"newest", "step-000004", "step-000006"}, left
+    whole_checkpoints(runs)
+    return announced
+
+
+def finished(api: str, form: str, folder: Path, num_ranks: int = 2, strategy: str = "FULL_SHARD") -> dict[str, Any]:
+    """The result of a run without a fault."""
+    arguments = (str(folder), form, "[]", f"--api={api}", f"--strategy={strategy}")
+    with start("spec_tools.processes.train", *arguments, folder=folder / "last", num_ranks=num_ranks) as ranks:
+        codes = ranks.wait(LIMIT)
+    assert codes == [0] * num_ranks, ranks.all_errors()
+    result: dict[str, Any] = json.loads((folder / "result").read_text())
+    return result
+
+
+@cache
+def uninterrupted(api: str, strategy: str = "FULL_SHARD", num_ranks: int = 2) -> list[float]:
+    """The losses of a run that never fails and never saves."""
+    with tempfile.TemporaryDirectory() as folder:
+        losses: list[float] = finished(api, "none", Path(folder), num_ranks, strategy)["losses"]
+    assert len(set(losses)) == STEPS
+    return losses

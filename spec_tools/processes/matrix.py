@@ -1,0 +1,186 @@
+"""Each fault at each stage of a training, and what the other ranks and the restarted job do.
+
+A cell passes if
+
+* every rank except the faulty one ends in time with a nonzero status, after an error that reports the position of every
+  rank and the state of the faulty one;
+* every existing checkpoint is complete, and the newest is the expected one;
+* the job, restarted as torchrun restarts it, continues from that checkpoint, and its losses are bitwise equal to those
+  of a job without a fault.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from minifsdp.watchdog.report import GONE, LOST, SILENT
+from spec_tests.waiting import comes_true
+from spec_tools.processes.faults import FAULTS, whole_checkpoints
+from spec_tools.processes.ranks import Ranks, start
+from spec_tools.processes.stages import APIS, SHARDINGS, STAGES, STEPS, TIMEOUT, TO_MEET
+
+# The group's time-out, the answers of other ranks, exit records, and a busy machine.
+LIMIT = TIMEOUT + 16.0
+# On a busy machine a rank can reach its fault after the others have timed out. Then the cell is tried again.
+ATTEMPTS = 3
+VICTIMS = ("last rank", "rank 0")
+# The report's text on the faulty rank.
+SAYS = {
+    "raises": "has ended, by ValueError: a bad batch",
+    "exits": "has ended, at the end of its program",
+    "is killed": f"has ended, {LOST}",
+    "is stopped": "no answer: it is stopped",
+    "is slow": r"faults\.py:\d+, iteration \d+; (waits for|last sent: )",
+}
+# The collective that the other ranks wait for. The faulty rank's last messages before its fault can be lost.
+WAITED_FOR = {
+    "first forward": "all-gather of '2'",
+    "gather": "all-gather of '0'",
+    "compute": "all-gather of '2'",
+    "backward": "all-gather of '2'",
+    "optimizer step": "all-gather of '0'|all_reduce",
+    "reduce": "reduce-scatter of '2'|all-gather of '1'",
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One fault of one rank at one stage, in one kind of training.
+
+    Attributes:
+        hosts: whether rank 0 hosts the store of `torch.distributed`, which ends with it. Otherwise the store is outside
+            the ranks, like that of torchrun's agent.
+    """
+
+    api: str
+    sharding: str
+    victim: str
+    fault: str
+    stage: str
+    hosts: bool = False
+
+    @property
+    def faulty(self) -> int:
+        return 0 if self.victim == "rank 0" else SHARDINGS[self.sharding] - 1
+
+    @property
+    def survivors(self) -> list[int]:
+        return [rank for rank in range(SHARDINGS[self.sharding]) if rank != self.faulty]
+
+    @property
+    def kind(self) -> str:
+        """The kind of training in words. If rank 0 hosts the store, APIs and shardings are not distinguished."""
+        return f"{self.victim}, " + ("the store on rank 0" if self.hosts else f"{self.api}, {self.sharding}")
+
+
+def cells() -> Iterator[Cell]:
+    """Every fault, stage and kind of training; the victims alternate. If rank 0 hosts the store, one per stage."""
+    for axes in itertools.product(enumerate(APIS), enumerate(SHARDINGS), enumerate(STAGES), enumerate(FAULTS)):
+        numbers, (api, sharding, stage, fault) = zip(*axes, strict=True)
+        yield Cell(api, sharding, VICTIMS[sum(numbers) % 2], fault, stage)
+    kinds = itertools.cycle(itertools.product(APIS, SHARDINGS))
+    for victim, (number, stage) in itertools.product(VICTIMS, enumerate(STAGES)):
+        yield Cell(*next(kinds), victim, FAULTS[number % len(FAULTS)], stage, hosts=True)
+
+
+def run(cell: Cell) -> dict[str, Any]:
+    """Runs one cell, and then the job again without a fault. Returns a row of the record."""
+    seconds, problem = 0.0, ""
+    for attempt in range(ATTEMPTS):
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                seconds = fail(cell, Path(folder))
+                resume(cell, Path(folder))
+                problem = ""
+            except AssertionError as error:
+                problem = f"attempt {attempt}: {error}"
+                if not (Path(folder) / "struck").exists():
+                    continue
+            break
+    return {"kind": cell.kind, "stage": cell.stage, "fault": cell.fault, "seconds": round(seconds, 1)} | (
+        {"problem": problem} if problem else {}
+    )
+
+
+def started(cell: Cell, fault: str, folder: Path, outputs: Path) -> Ranks:
+    arguments = (cell.api, cell.sharding, fault, cell.stage, str(cell.faulty), str(folder))
+    # Every run has its own store, as under torchrun.
+    num_ranks = SHARDINGS[cell.sharding]
+    return start("spec_tools.processes.stages", *arguments, folder=outputs, num_ranks=num_ranks, hosts=cell.hosts)
+
+
+def fail(cell: Cell, folder: Path) -> float:
+    """The job with its fault. Returns the seconds from the fault until the last survivor has ended.
+
+    Raises:
+        AssertionError: a survivor has not ended, or has not reported the fault, or a checkpoint is wrong.
+    """
+    with started(cell, cell.fault, folder, folder) as ranks:
+        victim = ranks.processes[cell.faulty]
+        comes_true(lambda: (folder / "struck").exists() or not victim.is_alive(), TO_MEET)
+        begun = time.monotonic()
+        codes = ranks.wait(LIMIT, cell.survivors)
+        seconds = time.monotonic() - begun
+    assert (folder / "struck").exists(), f"the fault did not occur:\n{ranks.errors(cell.faulty)}"
+    reported = [ranks.errors(rank) for rank in cell.survivors]
+    for rank, said, code in zip(cell.survivors, reported, codes, strict=True):
+        assert code is not None, f"rank {rank} has not ended:\n{said}"
+        assert code != 0, f"rank {rank} has ended without an error:\n{said}"
+        describes_all = "Where every rank is" in said or is_raised_by_torch(cell, said)
+        assert describes_all, f"rank {rank} does not report the position of every rank:\n{said}"
+    assert any(reports_faulty_rank(cell, said) for said in reported), f"none reports the faulty rank:\n{reported[0]}"
+    whole = whole_checkpoints(folder / "runs")
+    newest = whole[-1] if whole else ""
+    assert newest == STAGES[cell.stage], f"the newest checkpoint is {newest}, and should be {STAGES[cell.stage]}"
+    return seconds
+
+
+def is_raised_by_torch(cell: Cell, said: str) -> bool:
+    """Whether torch raised the error. It collects errors of writing and reading files and raises them on all ranks."""
+    cause = {"raises": "ValueError: a bad batch", "exits": "SystemExit: 0"}.get(cell.fault)
+    ranks = f"CheckpointException ranks:dict_keys([{cell.faulty}])"
+    return cell.stage.startswith("inside") and cause is not None and ranks in said and cause in said
+
+
+def reports_faulty_rank(cell: Cell, said: str) -> bool:
+    """Whether a survivor's error reports the state of the faulty rank, and the unit that the others wait for."""
+    if cell.hosts and cell.victim == "rank 0" and cell.fault in ("is killed", "is stopped"):
+        # The store has ended, too.
+        return GONE in said or SILENT in said
+    says = re.search(f"rank {cell.faulty}: {SAYS[cell.fault]}", said)
+    waits = re.search(WAITED_FOR.get(cell.stage, ""), said)
+    return bool(says and waits) or is_raised_by_torch(cell, said)
+
+
+def resume(cell: Cell, folder: Path) -> None:
+    """Starts the job again without a fault. Its losses must be those of a job that never failed."""
+    expected = undisturbed(cell.api, cell.sharding)
+    found = finished(cell, folder)
+    assert found == expected, f"the losses of the job that was started again are {found}, and should be {expected}"
+
+
+def finished(cell: Cell, folder: Path) -> list[float]:
+    """The losses of the job without a fault."""
+    with started(cell, "none", folder, folder / "again") as ranks:
+        codes = ranks.wait(2 * TO_MEET)
+    assert not any(code is None or code for code in codes), ranks.all_errors()
+    losses: list[float] = json.loads((folder / "result").read_text())
+    return losses
+
+
+@cache
+def undisturbed(api: str, sharding: str) -> list[float]:
+    """The losses of a job without a fault."""
+    with tempfile.TemporaryDirectory() as folder:
+        losses = finished(Cell(api, sharding, "last rank", "none", ""), Path(folder))
+    assert len({*losses}) == STEPS, losses
+    return losses

@@ -1,0 +1,61 @@
+"""A rank that is killed in a save, or fails under torchrun: the job continues from its last checkpoint."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from spec_tools.processes import kills, restarts
+from spec_tools.processes.kills import Kill
+from spec_tools.processes.ranks import start
+from spec_tools.processes.restarts import Restart
+
+
+@pytest.mark.pure
+@pytest.mark.spec("FAULT-04")
+@pytest.mark.parametrize("kill", kills.kills(3), ids=lambda kill: f"{kill.api}-{kill.form}-{kill.moment.name}")
+def test_rank_killed_in_a_save_loses_at_most_the_steps_since_the_previous_save(kill: Kill, tmp_path: Path) -> None:
+    """Fifty moments with each API: ``python -m spec_tools.processes kills``."""
+    assert kills.resume(kill, tmp_path) >= "step-000002"
+
+
+@pytest.mark.pure
+@pytest.mark.spec("FAULT-04")
+def test_a_checkpoint_gets_its_name_after_its_files_are_on_the_disk(tmp_path: Path) -> None:
+    """The test above fails if a moment never occurs, but not if a moment is in the wrong place."""
+    with start("spec_tools.processes.train", str(tmp_path), "sharded", "[]", folder=tmp_path / "out") as ranks:
+        assert ranks.wait(kills.LIMIT) == [0, 0], ranks.all_errors()
+    of_all = [(tmp_path / f"events-{rank}").read_text().splitlines() for rank in range(2)]
+    save = of_all[0][of_all[0].index("save 6") :]
+    order = [
+        "mkdir .step-000006.part",
+        "fsync .step-000006.part/.manifest.json.part",
+        "rename .step-000006.part/manifest.json",
+        "rename step-000006",
+        "rename newest",
+        "rename .step-000002.old",
+        "remove a file",
+    ]
+    remaining = iter(save)
+    assert all(event in remaining for event in order), save
+    # Each occurs only once: a pointer that is also written too early would be an error.
+    assert all(save.count(event) == 1 for event in order[3:6])
+    for file in ("__0_0.distcp", "__1_0.distcp", ".metadata", "progress.pt"):
+        assert any(f"fsync .step-000006.part/{file}" in events for events in of_all), file
+
+
+@pytest.mark.pure
+@pytest.mark.spec("LEDGER-10", "HEALTHY-11")
+def test_job_under_torchrun_resumes_from_last_checkpoint() -> None:
+    """Both APIs, strategies, victims and moments. All: ``python -m spec_tools.processes restarts``."""
+    some = [
+        Restart("wrapper", "FULL_SHARD", "is killed", 1, "in a step"),
+        Restart("fully_shard", "FULL_SHARD", "raises", 0, "in a step"),
+        Restart("fully_shard", "FULL_SHARD", "is killed", 0, "in a save"),
+        Restart("wrapper", "HYBRID_SHARD", "exits", 3, "in a save"),
+    ]
+    with ThreadPoolExecutor(2) as threads:
+        rows = list(threads.map(restarts.run, some))
+    assert [row for row in rows if "problem" in row] == []
