@@ -1,6 +1,6 @@
 """The section "Remove one line": replays of a step without one wait, hook, free or limit.
 
-``docs/data/counterfactual.json`` has the replays (``spec_tools/stream_breaks/counterfactuals.py``). The page contains a
+``docs/data/counterfactual.json`` has the replays (``spec_tools/breaks/counterfactuals.py``). The page contains a
 text for each removed line. The script `DATA` has the boxes of the pictures, which ``docs/assets/js/counterfactual.js``
 draws. Without JavaScript, all texts are visible::
 

@@ -4,9 +4,9 @@ The site build creates none of them. A log needs the simulated device, which sup
 torch. So commands and authors of the tests write these files, and tests compare them with the current engine:
 
 * ``python -m spec_tests.streams.pictures`` draws ``docs/assets/streams``;
-* ``python -m spec_tools.stream_breaks.breaks`` writes a row for each broken engine: ``name``, the broken behaviour
-  (``what``) and its ``file``, the ``program`` and the check (``by``) that detect it, a line of the ``report``, and the
-  ``replay``;
+* ``python -m spec_tools.breaks --device simulated --record`` writes a row for each broken engine: ``name``, the broken
+  behaviour (``what``) and its ``file``, the ``program`` and the check (``by``) that detect it, a line of the
+  ``report``, and the ``replay``;
 * ``python -m spec_tests.streams.peaks --record`` writes minifsdp's peaks and torch's, by kind of training;
 * `FINDINGS` is prose.
 """

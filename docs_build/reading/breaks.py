@@ -1,4 +1,4 @@
-"""The tests that fail when a line is broken, from the record of ``spec_tools/mutants``.
+"""The tests that fail when a line is broken, from the record of ``spec_tools/breaks``.
 
 For each *mutant* (an edit of the package that removes a behaviour) the record has the requirements whose tests failed,
 and the tests. The catalogue has the edit. This module combines the two: a break belongs to the first line that it
@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from docs_build.reading.order import ROOT, name_of
-from spec_tools.mutants.catalogue import MUTANTS
-from spec_tools.mutants.mutant import Mutant, broken
+from spec_tools.breaks import edits
 
 RECORD = ROOT / "docs" / "data" / "mutants.json"
 
@@ -39,13 +38,13 @@ def breaks_of(name: str) -> dict[int, list[Break]]:
 def _by_module() -> dict[str, dict[int, list[Break]]]:
     found: dict[str, dict[int, list[Break]]] = {}
     for known_as, entry in json.loads(RECORD.read_text(encoding="utf-8"))["mutants"].items():
-        if known_as in MUTANTS and entry["red"]:
-            name, line = first_changed_line(MUTANTS[known_as])
+        if known_as in edits.BREAKS and entry["red"]:
+            name, line = first_changed_line(edits.BREAKS[known_as])
             found.setdefault(name, {}).setdefault(line, []).append(Break(entry["what"], entry["red"]))
     return found
 
 
-def first_changed_line(mutant: Mutant) -> tuple[str, int]:
+def first_changed_line(mutant: edits.Break) -> tuple[str, int]:
     """The module that a mutant changes, and the number of the first changed line."""
-    edited = broken(mutant)
+    edited = edits.edited(mutant)
     return name_of(edited.path), edited.line

@@ -7,6 +7,6 @@ and the requirement.
 The engine does not import this folder. It has *extension points*: the lists of ``engine/extension_points.py``, and
 documented arguments and methods, which do nothing if there is no case. The front ends attach the cases:
 ``all_cases.py`` has the list for the step, and ``of_fully_shard.py`` has the lists of ``fully_shard``. The base classes
-of `FSDPModule` and `FSDPState` are the cases that add methods. Without a module of this folder and its line in a list,
-only the tests of this case fail: ``python -m spec_tools.without CASE`` shows it.
+of `FSDPModule` and `FSDPState` are the cases that add methods. Without the line of a case in a list, only the tests of
+this case fail: ``python -m spec_tools.breaks without-CASE`` shows it.
 """

@@ -14,17 +14,14 @@ Spec: SIM-07.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import hashlib
 import importlib
 import os
 import pathlib
-import shutil
 import sys
-import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,34 +31,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spec_tests.harness import pool, simulated
 from spec_tests.harness.accounting import ROOT
-from spec_tests.harness.edit import Edit
 
-__all__ = ["PACKAGE", "Break", "Outcome", "broken", "call", "findings", "num_overlaps", "run"]
+__all__ = ["Outcome", "call", "findings", "num_overlaps", "run"]
 
-PACKAGE = ROOT / "minifsdp"
 LIMIT = 120.0  # seconds for one program
 COLLECTIVES = ("all_gather", "allgather", "reduce_scatter", "allreduce", "broadcast")
 
 WORLD = simulated.WORLD
-
-
-@dataclass(frozen=True)
-class Break:
-    """One way to break the engine.
-
-    Attributes:
-        name: name of the break.
-        what: one sentence about the broken behavior.
-        edit: the change of a function or class.
-        program: the program that detects it.
-        by: how the program detects it, a key of `findings`.
-    """
-
-    name: str
-    what: str
-    edit: Edit
-    program: str
-    by: str = "collision"
 
 
 @dataclass(frozen=True)
@@ -110,21 +86,6 @@ def findings(here: Outcome, intact: Outcome) -> dict[str, str]:
         what = "pairs of a collective and a computation may run at the same time"
         found["overlap"] = f"{here.num_overlaps} {what}, not {intact.num_overlaps}"
     return found
-
-
-@contextlib.contextmanager
-def broken(one: Break) -> Iterator[pathlib.Path]:
-    """A folder with a broken copy of the package; it is deleted at the end.
-
-    Raises:
-        ValueError: the edit cannot be applied, because the engine has changed.
-    """
-    edited = one.edit.apply(PACKAGE)
-    with tempfile.TemporaryDirectory(prefix="broken-") as folder:
-        copy = pathlib.Path(folder) / PACKAGE.name
-        shutil.copytree(PACKAGE, copy)
-        (copy / edited.path.relative_to(PACKAGE)).write_text(edited.text)
-        yield pathlib.Path(folder)
 
 
 def run(program: str, folder: pathlib.Path = ROOT, num_schedules: int = 0) -> Outcome:

@@ -1,8 +1,9 @@
 """Small programs that together use all waits between streams in training.
 
 Each builds a model on the device with one of the two front ends, trains two or three steps in one configuration, and
-returns tensors for a comparison bit by bit. The broken engines run these programs (see ``breaks.py``). If no program
-needs a wait, its removal cannot be detected. A program runs as rank 0 of a group whose other ranks are fake ranks.
+returns tensors for a comparison bit by bit. The broken engines run these programs (see ``spec_tools/breaks``). If no
+program needs a wait, its removal cannot be detected. A program runs as rank 0 of a group whose other ranks are fake
+ranks.
 
 Spec: SIM-07.
 """

@@ -1,1 +1,0 @@
-"""Broken engines as data: all-gathers, reductions, memory, and the CPU."""
