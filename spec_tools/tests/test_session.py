@@ -280,7 +280,8 @@ def test_all_ranks_end_when_their_session_is_killed(tmp_path: pathlib.Path) -> N
 
 def test_spec_has_each_requirement_once() -> None:
     rows = read_rows()
-    assert len(rows) == 1021
+    lines = (ROOT / "docs" / "spec.md").read_text().splitlines()
+    assert len(rows) == sum(line.startswith("| ") and not line.startswith("| ID |") for line in lines)
     assert rows["CTOR-08"].startswith("An unknown keyword raises")
     assert [section_of(row) for row in ("CTOR-01", "OSD-LOAD-04", "FS2-PREF-01")] == ["CTOR", "OSD-LOAD", "FS2-PREF"]
 
