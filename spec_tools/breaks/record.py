@@ -33,7 +33,7 @@ def add(one: Break, result: Result) -> None:
     if one.program:
         known = {row["name"]: row for row in json.loads(PROGRAMS.read_text())}
         known[one.name] = _row_of_program(one, result)
-        PROGRAMS.write_text(json.dumps([known[name] for name in BREAKS if name in known], indent=1) + "\n")
+        PROGRAMS.write_text(json.dumps([row for name, row in known.items() if name in BREAKS], indent=1) + "\n")
     else:
         known = json.loads(TESTS.read_text())["mutants"]
         known[one.name] = {"what": one.what, "place": one.place, "red": result.red, "blind": result.blind}
