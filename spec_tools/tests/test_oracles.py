@@ -182,7 +182,7 @@ def test_weight_decay_changes_flat_parameters_without_gradient_unlike_in_ddp() -
     assert_same_training(train_ddp(info, recipe), plain, tolerance_for(2))
     assert_same_training(train_torch_fsdp1(info, recipe), flat, tolerance_for(2))
     with pytest.raises(AssertionError, match=r"parameter '0\.spare\.weight' differs"):
-        assert_same_training(plain, flat, FLOAT)
+        assert_same_training(flat, plain, FLOAT, flat=True)
 
 
 # --- full tensors ---
