@@ -59,7 +59,7 @@ def test_cpu_offload_has_one_field_with_default_false() -> None:
     assert CPUOffload(True).offload_params is True
     assert CPUOffload(offload_params=True) == CPUOffload(True)
     for keywords in ({"offload_grads": True}, {"pin_memory": True}, {"offload_params": True, "offload_state": True}):
-        with pytest.raises(TypeError):
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
             CPUOffload(**keywords)
 
 

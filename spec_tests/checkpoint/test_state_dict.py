@@ -287,7 +287,7 @@ def test_module_without_units_has_no_settings_and_is_not_changed_by_the_context(
 @pytest.mark.spec("SD-CFG-19")
 @ranks(2)
 def test_state_dict_takes_no_type() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="state_dict_type"):
         sharded(plain_model()).state_dict(state_dict_type=FULL)
 
 

@@ -123,7 +123,7 @@ def check_meshes(shape: tuple[int, ...], choice: bool | int | None) -> None:
     for model in models:
         model.set_reshard_after_forward(choice is False)
     assert meshes_of(ours) == meshes_of(theirs)
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="post_forward_mesh_info"):
         _get_module_state(ours)._fsdp_param_group.post_forward_mesh_info = None
 
 

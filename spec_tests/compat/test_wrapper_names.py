@@ -283,7 +283,7 @@ def check_sync_gradients(use_orig_params: bool) -> None:
     with model.no_sync(), oracle.no_sync():
         assert both() == [[False] * len(wrappers[0])] * 2
     assert both() == [[True] * len(wrappers[0])] * 2
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="_sync_gradients"):
         model._sync_gradients = False
 
 

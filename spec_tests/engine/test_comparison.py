@@ -306,7 +306,7 @@ def test_equal_collectives_on_all_ranks_are_accepted(api: str, strategy: str) ->
     model = sharded(api, strategy)
     step(model, "0")  # All ranks skip a unit.
     step(model)
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="out of range"):
         step(model, "02")  # All ranks raise an exception.
     step(model, "10")
 

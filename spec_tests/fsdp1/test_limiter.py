@@ -138,9 +138,10 @@ def test_all_gather_leaves_at_most_one_open_release(prefetch: BackwardPrefetch |
 def test_a_forward_after_an_error_waits_for_no_release_of_the_failed_one() -> None:
     model = wrapped()
     with slow_device() as slow:
-        with pytest.raises(IndexError):
+        with pytest.raises(IndexError, match="out of range"):
             model(batch(), order=(0, 1, 2, 9))
         failed = set(slow.in_use)
+        assert failed, "the failed forward has released units"
         with torch.no_grad():
             model(batch())
         assert failed.isdisjoint(slow.waited_for)

@@ -128,9 +128,9 @@ def test_indexing_goes_to_the_wrapped_module() -> None:
     with pytest.warns(UserWarning, match="containers that do not implement forward"):
         by_name = FSDP(nn.ModuleDict({"a": nn.Linear(4, 4, device=device())}))
     assert by_name["a"] is by_name.module["a"]
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="not subscriptable"):
         FSDP(nn.Linear(4, 4, device=device()))[0]
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="out of range"):
         model[3]
 
 

@@ -9,16 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from spec_tests.fsdp2.gradients import assert_mean_gradients, mean_gradients_of, step_with
 from spec_tests.harness import device, plain_tensor, ranks
-from spec_tests.models.modules import seeded, wide
+from spec_tests.models.modules import Stack, seeded, wide
 from spec_tests.models.running import batch, iterate, loss_of, recorded_iteration, said
 from spec_tests.models.sharding import column_mesh, sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, named
-from spec_tests.subject import FSDPModule, MixedPrecisionPolicy, fully_shard, trace
+from spec_tests.subject import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard, trace
 
 # --- several modules, one group ---
 
@@ -486,3 +487,40 @@ def test_unsharded_mesh_accepts_only_reshard_to_one(number: int) -> None:
 def test_reshard_to_one_keeps_and_to_all_reshards(number: int, choice: bool) -> None:
     ours, expected = (sharded(reshard_after_forward=value) for value in (number, choice))
     assert recorded_iteration(ours) == recorded_iteration(expected)
+
+
+def eight_ranks() -> DeviceMesh:
+    return init_device_mesh(device().type, (2, 4), mesh_dim_names=("replicate", "shard"))
+
+
+@pytest.mark.spec("NEW-05", "FS2-18")
+@pytest.mark.parametrize("option", ["none", "bfloat16", "on the CPU", "columns", "accumulation"])
+@ranks(8)
+def test_with_replicas_a_number_reshards_each_replica_among_neighbours(option: str) -> None:
+    options: dict[str, dict[str, Any]] = {
+        "bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
+        "on the CPU": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+        "columns": {"shard_placement_fn": lambda p: Shard(1) if p.ndim == 2 and p.shape[1] % 4 == 0 else None},
+    }
+    chosen, mesh = options.get(option, {}), eight_ranks()
+    model, usual = (sharded(seeded(lambda: Stack(8)), mesh=mesh, reshard_after_forward=n, **chosen) for n in (2, True))
+    pair = dist.get_rank() // 2
+    for step in range(2):
+        for either in (model, usual):
+            either.set_requires_gradient_sync(option != "accumulation" or step == 1)
+        losses = [loss_of(each(batch(step, width=8))) for each in (model, usual)]
+        with trace.record() as backward:
+            losses[0].backward()
+        losses[1].backward()
+        assert {event.ranks for event in backward.events if event.kind == "AG"} == {(2 * pair, 2 * pair + 1)}
+    assert_same(full_gradients(model), full_gradients(usual), bitwise=True)
+    assert full_gradients(model).keys() == dict(seeded(lambda: Stack(8)).named_parameters()).keys()
+
+
+@pytest.mark.spec("NEW-05", "FS2-18")
+@ranks(8)
+def test_with_replicas_the_smaller_mesh_has_one_row_for_each_pair_of_neighbours() -> None:
+    layer = fully_shard(nn.Linear(8, 8, device=device()), mesh=eight_ranks(), reshard_after_forward=2)
+    layer(batch(width=8))
+    assert layer.weight.device_mesh.mesh.tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert layer.weight.placements == (Replicate(), Shard(0))

@@ -56,7 +56,7 @@ def test_the_policy_has_four_fields_with_these_defaults() -> None:
     }
     assert list(parameters) == ["param_dtype", "reduce_dtype", "output_dtype", "cast_forward_inputs"]
     assert MixedPrecisionPolicy(BF16, FP32) == MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
-    with pytest.raises(dataclasses.FrozenInstanceError):
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field"):
         MixedPrecisionPolicy().param_dtype = BF16
 
 

@@ -89,9 +89,9 @@ def test_two_apis_cannot_be_nested() -> None:
 @ranks(2)
 def test_fully_shard_refuses_invalid_module_and_mesh() -> None:
     for wrong in ("model", None, 3, torch.ones(2)):
-        with pytest.raises((TypeError, ValueError)):
+        with pytest.raises((TypeError, ValueError), match="fully_shard expects a module or a list of modules"):
             fully_shard(wrong)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="sharding_strategy"):
         fully_shard(seeded(), sharding_strategy=None)
 
 
@@ -109,10 +109,10 @@ def test_methods_of_the_wrapper_are_absent(name: str) -> None:
 @ranks(2)
 def test_calling_forward_directly_is_an_error() -> None:
     model = sharded()
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         model.forward(batch())
     iterate(model)
-    with pytest.raises(RuntimeError):
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
         model.forward(batch())
 
 

@@ -49,7 +49,7 @@ def test_a_variable_that_only_rank_0_has_set_cannot_be_broadcast_by_the_others()
     if dist.get_rank() == 0:
         assert what_is_sent() == [{"epoch": 3}]
     else:
-        with pytest.raises(NameError):
+        with pytest.raises(NameError, match="checkpoint"):
             what_is_sent()
 
 

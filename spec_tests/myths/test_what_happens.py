@@ -309,5 +309,5 @@ def test_placements_are_imported_from_the_public_place() -> None:
 
     assert re.fullmatch(r"Shard\(dim=0\)|S\(0\)", repr(Shard(0)))
     assert Replicate() == copy.copy(Replicate())
-    with pytest.raises(ImportError):
+    with pytest.raises(ImportError, match="placement_specs"):
         import torch.distributed._tensor.placement_specs  # type: ignore[import-not-found]  # noqa: F401

@@ -59,16 +59,20 @@ def tolerance_for(num_ranks: int) -> Tolerance:
     return BIT_EQUAL if num_ranks <= 2 and device().type == "cpu" else FLOAT
 
 
-def assert_same_training(ours: Record, oracle: Record, tolerance: Tolerance, *, buffers: bool = False) -> None:
+def assert_same_training(
+    ours: Record, oracle: Record, tolerance: Tolerance, *, buffers: bool = False, flat: bool = False
+) -> None:
     """Checks that two runs have the same losses, the same gradients in the last step and the same final parameters.
 
-    A missing gradient counts as zero, because a flat parameter has a gradient for all of its elements.
+    A missing gradient is not zero: with zeros, an optimizer decays a weight that it would otherwise skip.
 
     Args:
         ours: the run to check.
         oracle: the reference run.
         tolerance: the allowed difference.
         buffers: whether to compare the buffers too. Both records must be from the same rank.
+        flat: whether our run has flat parameters and the oracle does not. A flat gradient has zeros for a parameter
+            that the oracle has no gradient of.
 
     Raises:
         AssertionError: if the runs differ. Names the first tensor that differs, and its largest difference.
@@ -81,9 +85,11 @@ def assert_same_training(ours: Record, oracle: Record, tolerance: Tolerance, *, 
         _assert_close(f"loss of each rank in micro-batch {index}", mine, theirs, tolerance)
     names = oracle.parameters
     _assert_same_names("parameters", ours.parameters, names)
-    ours_zeroed = {name: ours.gradients.get(name, torch.zeros_like(names[name])) for name in names}
-    oracle_zeroed = {name: oracle.gradients.get(name, torch.zeros_like(names[name])) for name in names}
-    _assert_all_close("last gradient of", ours_zeroed, oracle_zeroed, tolerance)
+    gradients = oracle.gradients
+    if flat:
+        gradients = {name: torch.zeros_like(names[name]) for name in ours.gradients} | gradients
+    _assert_same_names("gradients", ours.gradients, gradients)
+    _assert_all_close("last gradient of", ours.gradients, gradients, tolerance)
     _assert_all_close("parameter", ours.parameters, oracle.parameters, tolerance)
     if buffers:
         _assert_same_names("buffers", ours.buffers, oracle.buffers)

@@ -182,7 +182,7 @@ def test_weight_decay_changes_flat_parameters_without_gradient_unlike_in_ddp() -
     assert_same_training(train_ddp(info, recipe), plain, tolerance_for(2))
     assert_same_training(train_torch_fsdp1(info, recipe), flat, tolerance_for(2))
     with pytest.raises(AssertionError, match=r"parameter '0\.spare\.weight' differs"):
-        assert_same_training(plain, flat, FLOAT)
+        assert_same_training(flat, plain, FLOAT, flat=True)
 
 
 # --- full tensors ---
@@ -262,8 +262,9 @@ def test_the_first_parameter_that_differs_is_named_with_its_largest_difference()
         ({"losses": torch.full((3, 2), torch.nan)}, "loss of each rank in micro-batch 0 differs in 2 of 2"),
         ({"parameters": {"a": torch.ones(2)}}, r"missing here \['b'\]"),
         ({"parameters": {"a": torch.ones(1), "b": torch.ones(2, 3)}}, r"'a': torch.float32 of shape \(1,\) here"),
-        ({"gradients": {}}, "last gradient of 'b' differs in 6 of 6"),
-        ({"gradients": {"a": torch.tensor([0, 1e-9]), "b": torch.ones(2, 3)}}, "'a' differs in 1 of 2"),
+        ({"gradients": {}}, r"gradients differ by name: missing here \['b'\]"),
+        ({"gradients": {"b": torch.zeros(2, 3)}}, "last gradient of 'b' differs in 6 of 6"),
+        ({"gradients": {"a": torch.zeros(2), "b": torch.ones(2, 3)}}, r"gradients .* unknown to the oracle \['a'\]"),
         ({"buffers": {"mean": torch.ones(1)}}, "buffer 'mean' differs"),
     ],
 )
@@ -320,3 +321,14 @@ def test_grid_shards_in_rows_and_replicates_in_columns() -> None:
     row, column = divmod(dist.get_rank(), 2)
     assert dist.get_process_group_ranks(shard) == [2 * row, 2 * row + 1]
     assert dist.get_process_group_ranks(replicate) == [column, column + 2]
+
+
+@pytest.mark.pure
+def test_a_flat_gradient_has_zeros_where_the_oracle_has_no_gradient() -> None:
+    zeros = a_record(gradients={"a": torch.zeros(2), "b": torch.ones(2, 3)})
+    assert_same_training(zeros, a_record(), BIT_EQUAL, flat=True)
+    wrong = a_record(gradients={"a": torch.tensor([0, 1e-9]), "b": torch.ones(2, 3)})
+    with pytest.raises(AssertionError, match="'a' differs in 1 of 2"):
+        assert_same_training(wrong, a_record(), BIT_EQUAL, flat=True)
+    with pytest.raises(AssertionError, match=r"missing here \['b'\]"):
+        assert_same_training(a_record(gradients={}), a_record(), BIT_EQUAL, flat=True)
