@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import minifsdp
-from docs_build.recording.records import save, stamp
+from docs_build.recording.records import of_all_ranks, save_on_ranks
 from minifsdp.engine.placeholder import PlaceholderParameter
 
 NAME = "parameter-states"
@@ -218,20 +217,9 @@ def observe_all() -> dict[str, Any]:
             # `.grad` of a view of an unsharded parameter.
             warnings.filterwarnings("ignore", message="The .grad attribute", category=UserWarning)
             mine = observe(setting)
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
-        found[setting.key] = ranks
+        found[setting.key] = of_all_ranks(mine)
     return found
 
 
-def main() -> None:
-    """Writes the record."""
-    dist.init_process_group("gloo")
-    found = observe_all()
-    if dist.get_rank() == 0:
-        save(NAME, {**stamp(), "settings": found}, sort_keys=False)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    save_on_ranks(NAME, lambda: {"settings": observe_all()})
