@@ -58,7 +58,7 @@ def test_full_shard_sends_more_through_the_network_than_a_hybrid_that_stores_mor
 
 
 def test_drawn_steps_of_a_unit_equal_the_recorded_run() -> None:
-    steps = {hook: hooksteps.after(hook) for hook in hooksteps.STEPS}
+    steps = {hook: hooksteps.Step(hook) for hook in hooksteps.STEPS}
     own = [
         [kind for kind, unit, begins, _ in step.happened if unit == hooksteps.UNIT and begins]
         for step in steps.values()

@@ -12,6 +12,7 @@ import pytest
 
 from docs_build.reading.order import ROOT
 from docs_build.tests.browser import Tab
+from docs_build.tests.figures import typed
 from docs_build.tests.test_print import sheets, squeezed
 from docs_build.tests.test_searching import documents
 from minifsdp_tools.learn.exercises import exercises as learner_exercises
@@ -25,16 +26,6 @@ DECKS = {lecture: slides.slides_of(lecture) for lecture in slides.LECTURES}
 DIRECTIVE = re.compile(r"^\{\{ (\w+) ?(.*?) \}\}$", re.MULTILINE)
 of_lecture = pytest.mark.parametrize("lecture", slides.LECTURES)
 
-# Names that contain a digit.
-NAMES = re.compile(
-    r"\b(?:float32|float16|bfloat16|FSDP[12]|ZeRO-[123]|BSD 3-Clause|[Ll]ecture [12]|[Rr]ank 0|[Ee]xercise \d+)\b"
-)
-WORDS = re.compile(
-    r"\b(?:three|four|five|six|seven|eight|nine|ten|twelve|twice|half|doubled?|thirds?|quarters?|dozens?|hundreds?"
-    r"|thousands?|millions?|billions?)\b",
-    re.IGNORECASE,
-)
-
 
 def prose_of(page: str) -> str:
     """The text of a page without its front matter, code, addresses and directives; captions remain."""
@@ -43,12 +34,6 @@ def prose_of(page: str) -> str:
     text = DIRECTIVE.sub(lambda found: found[2].partition(" | ")[2], text)
     text = re.sub(r"\{\{ value [\w-]+ \}\}|`[^`]*`|<[^>]*>", "", text)
     return re.sub(r"\]\([^)]*\)", "]", text)
-
-
-def typed(prose: str) -> list[str]:
-    """The figures in a text."""
-    rest = NAMES.sub("", prose)
-    return re.findall(r"\S*\d\S*", rest) + WORDS.findall(rest)
 
 
 # ---- the texts ----
