@@ -84,8 +84,9 @@ def test_the_address_in_each_message_leads_to_its_entry(site: Path) -> None:
 # Fields and buttons without a name for screen readers.
 NAMELESS = "!(e.textContent.trim() || e.ariaLabel || e.title || (e.labels && e.labels.length)) && e.outerHTML"
 # Elements that scroll sideways, and that the keyboard cannot reach or that have no name.
-UNREACHABLE = """e.checkVisibility() && e.scrollWidth > e.clientWidth && ['auto', 'scroll'].includes(getComputedStyle(e).overflowX) && !(
-    e.tabIndex === 0 && ['region', 'group'].includes(e.getAttribute('role')) && e.ariaLabel)
+UNREACHABLE = """e.checkVisibility() && e.scrollWidth > e.clientWidth
+    && ['auto', 'scroll'].includes(getComputedStyle(e).overflowX)
+    && !(e.tabIndex === 0 && ['region', 'group'].includes(e.getAttribute('role')) && e.ariaLabel)
     && `${e.tagName} ${e.className}`"""
 
 
