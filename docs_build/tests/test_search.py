@@ -51,7 +51,7 @@ def found_in(tab: Tab, text: str) -> list[str]:
 
 
 def in_a_line(message: Message) -> dict[str, str]:
-    """What a user copies from a terminal into the search field, which has one line."""
+    """The texts that a user copies from a terminal into the search field, which has one line."""
     return {
         "200 characters": spoken(message, False)[:200],
         "all": " ".join(spoken(message, True).split()),
