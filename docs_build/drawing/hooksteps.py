@@ -75,13 +75,8 @@ def _while(hook: str, moments: list[Any]) -> range:
     return range(first, last)
 
 
-def after(hook: str) -> Step:
-    """The recorded step of a hook."""
-    return Step(hook)
-
-
 def _draw(hook: str, caption: str) -> str:
-    words = "; ".join(_said(*one) for one in after(hook).happened)
+    words = "; ".join(_said(*one) for one in Step(hook).happened)
     return figure([_panel(hook, f"Recorded: {words}. {_held(hook)}.")], caption, _source())
 
 
@@ -98,7 +93,7 @@ def _source() -> str:
 
 def _held(hook: str) -> str:
     """The memory of a rank after a hook, in words."""
-    step, unit = after(hook), recordings.find(RUN)["units"][_place()]
+    step, unit = Step(hook), recordings.find(RUN)["units"][_place()]
     held = f"Each rank stores {size_of(unit['shard'])} of its parameters"
     if step.is_whole:
         held += f", and {size_of(unit['bytes'])} of unsharded parameters"
@@ -111,7 +106,7 @@ def _held(hook: str) -> str:
 
 def _panel(hook: str, text: str, full: float = WHOLE) -> Panel:
     """The parameters and the gradient of both ranks; ``full`` is the width of an unsharded one."""
-    step = after(hook)
+    step = Step(hook)
     # The shares of the parameters and of the gradient that a rank has.
     shares = {"parameters": 1.0 if step.is_whole else 0.5, "gradient": 1.0 if step.is_reducing else 0.5}
     parts = [label(f"rank {rank}", LEFT + rank * (full + 12) + full / 2, 16, "mid soft") for rank in range(2)]

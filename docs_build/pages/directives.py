@@ -128,7 +128,7 @@ VERBS: dict[str, Verb] = {
     "says": lambda rest, _: paste.quoted(rest, is_first=True),
     "simulated": _pictured(streams.figure),
     "sketch": _pictured(sketches.draw),
-    "table": lambda name, _: values.TABLES[name](),
+    "table": lambda rest, _: values.made(*rest.split()),
     "timeline": _pictured(partial(_timeline, [])),
     "troubles": lambda _, start: troubles.page(start),
     "tutorials": lambda _, start: raw(lessonpage.lesson_list()),

@@ -22,7 +22,9 @@ All numbers are float32 with Adam. ``docs/assets/js/placement.js`` computes the 
 
 import itertools
 import json
+import tomllib
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from docs_build.reading.text import table
@@ -35,44 +37,9 @@ WORDS = {"replicated": "replicated", "within": "sharded within a machine", "all"
 GROUPS = {"all": "all ranks", "within": "the ranks of a machine", "between": "one rank of each machine"}
 BYTES = {"parameter": 4, "gradient": 4, "optimizer": 8}
 
+TEXTS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 # By the first letters of the three levels; with `*`, if parameters are not resharded after forward.
-NAMES = {
-    "rrr": "DDP",
-    "rrw": "ZeRO-1 within a machine",
-    "rra": "ZeRO-1",
-    "rww": "ZeRO-2 within a machine",
-    "rwa": "",
-    "raa": "ZeRO-2",
-    "www": "HSDP, HYBRID_SHARD, MiCS",
-    "www*": "_HYBRID_SHARD_ZERO2",
-    "wwa": "",
-    "waa": "",
-    "aaa": "ZeRO-3, FULL_SHARD",
-    "aaa*": "SHARD_GRAD_OP",
-}
-SETTINGS = {
-    "rrr": "NO_SHARD",
-    "www": "HYBRID_SHARD, or fully_shard with a 2-D mesh",
-    "www*": "_HYBRID_SHARD_ZERO2, or fully_shard with a 2-D mesh and reshard_after_forward=False",
-    "aaa": "FULL_SHARD, or fully_shard",
-    "aaa*": "SHARD_GRAD_OP, or fully_shard with reshard_after_forward=False",
-}
-NO_SETTING = (
-    "No setting of minifsdp gives this. The optimizer gets the parameters as each rank stores them. So the gradient "
-    "and the optimizer state always have the placement of the parameter."
-)
-NOTES = {
-    "rra": "The gradient is all-reduced here, as with DDP and torch's ZeroRedundancyOptimizer. DeepSpeed "
-    "reduce-scatters it, and each rank ignores the rest of its gradient. Then a rank sends a third less.",
-    "raa": "SHARD_GRAD_OP is often called ZeRO-2, but it also shards the parameters between steps. It all-gathers them "
-    "in forward, and not after the optimizer step, and reshards them in backward.",
-    "aaa*": "Often called ZeRO-2. ZeRO-2 stores all parameters on each rank between steps, and all-gathers them after "
-    "the optimizer step. SHARD_GRAD_OP stores a shard, all-gathers in forward, and sends as much. It needs less memory "
-    "in the optimizer step. With several micro-batches that reduce, it all-gathers in each of them.",
-    "aaa": "With reshard_after_forward=n, fully_shard keeps 1/n of the parameters after forward, and all-gathers them "
-    "within n ranks for backward. ZeRO++ calls this hpZ.",
-    "www": "Each machine has a copy of the model. MiCS also allows groups that are smaller or larger than a machine.",
-}
+NAMES, SETTINGS, NOTES = TEXTS["names"], TEXTS["settings"], TEXTS["notes"]
 
 
 @dataclass(frozen=True)
@@ -121,24 +88,9 @@ def consistent(placement: Placement) -> Placement:
 
 def reasons(placement: Placement) -> list[str]:
     """The reasons why a placement is not consistent (rule 4); empty if it is."""
-    parameter, gradient, optimizer = map(LEVELS.index, (placement.parameter, placement.gradient, placement.optimizer))
-    found = []
-    if gradient > optimizer:
-        found.append(
-            "A rank updates parameters without their gradient. It must all-gather the gradient before the optimizer "
-            "step, so sharding the gradient more finely than the optimizer state saves no memory."
-        )
-    if parameter > gradient:
-        found.append(
-            "A rank stores the gradient of parameters that it does not store. An all-reduce sends more than the "
-            "reduce-scatter that gives each rank the part that it needs."
-        )
-    if parameter > optimizer:
-        found.append(
-            "A rank stores optimizer state of parameters that it does not store. It cannot update them, so this state "
-            "is wasted."
-        )
-    return found
+    levels = {state: LEVELS.index(level) for state, level in vars(placement).items()}
+    pairs = {why: why.split("_over_") for why in TEXTS["why"]}
+    return [TEXTS["why"][why] for why, (one, other) in pairs.items() if levels[one] > levels[other]]
 
 
 def collectives(placement: Placement, *, reshards: bool) -> list[Collective]:
@@ -193,7 +145,7 @@ def about(placement: Placement, *, reshards: bool) -> dict[str, Any]:
 def script() -> str:
     """The script with the data of all placements, by key, resharded and not."""
     found = {one.key: [about(one, reshards=reshards) for reshards in (True, False)] for one in all_placements()}
-    data = {"levels": WORDS, "groups": GROUPS, "bytes": BYTES, "noSetting": NO_SETTING, "placements": found}
+    data = {"levels": WORDS, "groups": GROUPS, "bytes": BYTES, "noSetting": TEXTS["no_setting"], "placements": found}
     return f"window.minifsdpPlacements = {json.dumps(data)};\n"
 
 

@@ -137,9 +137,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "stream-peaks": streams.peaks,
     "optimizer": costs.optimizers,
     "large": costs.large,
-    "engine-summary": enginepage.summary,
-    "engine-failures": enginepage.failures,
-    "engine-naive": enginepage.naive,
     "versions": versions.versions,
     "published-summary": published.summary,
     "published-predictions": published.predictions,
@@ -148,26 +145,19 @@ TABLES: dict[str, Callable[[], str]] = {
     "predicted-steps": predicted_steps.steps,
     "predicted-steps-summary": predicted_steps.summary,
     "two-machines": two_machines.two_machines,
-    "collectives": collectives.collectives,
-    "collectives-script": collectives.output,
-    "collectives-record": collectives.about,
-    "checkpoint-seconds": checkpoint_scale.seconds,
-    "checkpoint-memory": checkpoint_scale.memory,
-    "checkpoint-many": checkpoint_scale.many,
-    "states-flat": lambda: parameter_states.states("flat"),
-    "states-original": lambda: parameter_states.states("original"),
-    "states-fully-shard": lambda: parameter_states.states("fully_shard"),
-    "states-flat-unsharded": lambda: parameter_states.differences("flat"),
-    "states-original-unsharded": lambda: parameter_states.differences("original"),
-    "states-fully-shard-unsharded": lambda: parameter_states.differences("fully_shard"),
-    "states-names": parameter_states.names,
-    "states-saved": parameter_states.state_dicts,
-    "states-memory": parameter_states.memory,
-    "states-record": parameter_states.about,
-    "optimizers-deviations": optimizer_runs.deviations,
-    "optimizers-kinds": optimizer_runs.kinds,
-    "optimizers-errors": optimizer_runs.errors,
-    "optimizers-shards": optimizer_runs.shards,
-    "optimizers-record": optimizer_runs.about,
-    "optimizers-copies": optimizer_runs.copies,
 }
+# Modules whose tables have the names of their functions: ``{{ table parameter_states.states flat }}``.
+MODULES = (checkpoint_scale, collectives, enginepage, optimizer_runs, parameter_states)
+
+
+def made(name: str, *arguments: str) -> str:
+    """A table by its name in `TABLES`, or by module and function.
+
+    Raises:
+        KeyError: there is no such table.
+    """
+    module, _, function = name.partition(".")
+    if not function:
+        return TABLES[name]()
+    modules = {one.__name__.rpartition(".")[2]: one for one in MODULES}
+    return str(getattr(modules[module], function)(*arguments))

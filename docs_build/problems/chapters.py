@@ -5,6 +5,8 @@ each problem::
 
     ## replica: Memory of a replica
 
+    Given: { num_parameters = 7_000_000_000, num_ranks = 8, state = 8 }
+
     A model has {num_parameters:billion} parameters. How many bytes ...
 
     Hint: A hint, which is optional.
@@ -13,14 +15,14 @@ each problem::
 
     Each rank stores **{stored:GB}**.
 
-The module has a function with the name of the entry. The defaults of its arguments are the *givens*: the statement, the
-hint and the calculation all use them, so they cannot disagree. It returns the figures of the answer. The answer can use
-the givens as well; the statement cannot use the results.
+The module has a function with the name of the entry. Its argument has the *givens*, which the statement, the hint and
+the calculation all use, so they cannot disagree. It returns the figures of the answer. The answer can use the givens as
+well; the statement cannot use the results. The name of the entry is a given of each problem.
 """
 
 import importlib
-import inspect
 import re
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -28,7 +30,7 @@ from pathlib import Path
 from textwrap import indent
 from typing import Any
 
-from docs_build.problems.writing import written
+from docs_build.problems.writing import Givens, Values, written
 from docs_build.reading.text import counted, table
 
 # The chapters in order: name and title.
@@ -40,7 +42,7 @@ CHAPTERS = {
     "programs": "What goes wrong in this program",
 }
 _ENTRY = re.compile(
-    r"^## (?P<name>\w+): (?P<title>[^\n]+)\n\n(?P<statement>.+?)\n\n"
+    r"^## (?P<name>\w+): (?P<title>[^\n]+)\n\n(?:Given: (?P<givens>[^\n]+)\n\n)?(?P<statement>.+?)\n\n"
     r"(?:Hint: (?P<hint>.+?)\n\n)?Answer:\n\n(?P<answer>.+?)\n(?=\n## |\Z)",
     re.MULTILINE | re.DOTALL,
 )
@@ -54,7 +56,8 @@ class Problem:
         name: of its function and of its anchor.
         title: its heading.
         statement, hint, answer: templates; the hint can be empty.
-        solve: computes the figures of the answer.
+        givens: the figures of the statement.
+        function: computes the figures of the answer.
     """
 
     name: str
@@ -62,12 +65,12 @@ class Problem:
     statement: str
     hint: str
     answer: str
-    solve: Callable[..., dict[str, Any]]
+    givens: Values
+    function: Callable[[Givens], Values]
 
-    @property
-    def givens(self) -> dict[str, Any]:
-        """The figures of the statement."""
-        return {name: one.default for name, one in inspect.signature(self.solve).parameters.items()}
+    def solve(self, **others: Any) -> Values:
+        """The figures of the answer, with other givens if there are any."""
+        return self.function(Givens(**{**self.givens, **others}))
 
     def markdown(self, number: str) -> str:
         """The problem, with its hint and its answer folded."""
@@ -75,7 +78,7 @@ class Problem:
         parts = [f"## {number} {self.title} {{ #{self.name} }}", written(self.statement, givens)]
         if self.hint:
             parts.append(_folded('??? tip "Hint"', written(self.hint, givens)))
-        parts.append(_folded('??? success "Answer"', written(self.answer, {**givens, **self.solve(**givens)})))
+        parts.append(_folded('??? success "Answer"', written(self.answer, {**givens, **self.solve()})))
         return "\n\n".join(parts)
 
 
@@ -88,17 +91,17 @@ def problems(chapter: str) -> list[Problem]:
     """
     solutions = importlib.import_module(f"docs_build.problems.{chapter}")
     text = (Path(__file__).parent / f"{chapter}.md").read_text(encoding="utf-8")
-    return [
-        Problem(
-            one["name"],
-            one["title"],
-            one["statement"],
-            one["hint"] or "",
-            one["answer"],
-            getattr(solutions, one["name"]),
-        )
-        for one in _ENTRY.finditer(text)
-    ]
+    found = []
+    for one in _ENTRY.finditer(text):
+        name, texts = one["name"], (one["statement"], one["hint"] or "", one["answer"])
+        givens = tomllib.loads(f"given = {one['givens'] or '{}'}")["given"]
+        givens = {key: _as_tuple(value) for key, value in givens.items()} | {"name": name}
+        found.append(Problem(name, one["title"], *texts, givens, getattr(solutions, name)))
+    return found
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 @cache

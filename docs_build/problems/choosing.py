@@ -6,74 +6,63 @@ from dataclasses import replace
 from typing import Any
 
 from docs_build.problems.models import MIXED, job_of, num_parameters
-from docs_build.problems.writing import written
+from docs_build.problems.writing import Givens, Values, written
 from docs_build.reading.text import table
 from minifsdp_tools.cost import Cluster, Job, activation_bytes, cost_of, operations, step_time
 
-Values = dict[str, Any]
 
-
-def fits_on_a_machine(
-    *, model: str = "mpt-7b", num_ranks: int = 8, num_tokens: int = 4096, memory: float = 80e9
-) -> Values:
+def fits_on_a_machine(g: Givens) -> Values:
     """The peaks of three strategies."""
-    job = _with_activations(job_of(model, num_shards=num_ranks, **MIXED), num_tokens)
+    job = _with_activations(job_of(g.model, num_shards=g.num_ranks, **MIXED), g.num_tokens)
     peaks = {
-        "NO_SHARD": cost_of(replace(job, strategy="NO_SHARD", num_replicas=num_ranks)).peak,
+        "NO_SHARD": cost_of(replace(job, strategy="NO_SHARD", num_replicas=g.num_ranks)).peak,
         "SHARD_GRAD_OP": cost_of(replace(job, strategy="SHARD_GRAD_OP")).peak,
         "FULL_SHARD": cost_of(job).peak,
     }
-    shown = _table("strategy", peaks, memory)
-    fits = [f"`{name}`" for name, peak in peaks.items() if peak <= memory]
+    shown = _table("strategy", peaks, g.memory)
+    fits = [f"`{name}`" for name, peak in peaks.items() if peak <= g.memory]
     return {"table": shown, "fits": " and ".join(fits), "activations": job.activations}
 
 
-def fastest_that_fits(
-    *,
-    model: str = "llama3-8b",
-    num_machines: int = 8,
-    per_machine: int = 8,
-    num_tokens: int = 8192,
-    memory: float = 40e9,
-    rate: float = 150e12,
-    within: float = 200e9,
-    between: float = 3e9,
-) -> Values:
+def fastest_that_fits(g: Givens) -> Values:
     """Peak and communication time of four strategies."""
-    num_ranks = num_machines * per_machine
-    base = _with_activations(job_of(model, num_shards=num_ranks, **MIXED), num_tokens, checkpointing=True)
-    copies = {"num_shards": per_machine, "num_replicas": num_machines}
+    num_ranks = g.num_machines * g.per_machine
+    base = _with_activations(job_of(g.model, num_shards=num_ranks, **MIXED), g.num_tokens, checkpointing=True)
+    copies = {"num_shards": g.per_machine, "num_replicas": g.num_machines}
     jobs = {
         "FULL_SHARD": base,
         "SHARD_GRAD_OP": replace(base, strategy="SHARD_GRAD_OP"),
         "HYBRID_SHARD": replace(base, strategy="HYBRID_SHARD", **copies),
         "_HYBRID_SHARD_ZERO2": replace(base, strategy="_HYBRID_SHARD_ZERO2", **copies),
     }
-    cluster, work = Cluster(per_machine, rate, within, between), operations(base, num_tokens, checkpointing=True)
+    cluster, work = (
+        Cluster(g.per_machine, g.rate, g.within, g.between),
+        operations(base, g.num_tokens, checkpointing=True),
+    )
     peaks = {name: cost_of(job).peak for name, job in jobs.items()}
     times = {name: step_time(job, work, cluster) for name, job in jobs.items()}
-    best = min((name for name in jobs if peaks[name] <= memory), key=lambda name: times[name].communication)
+    best = min((name for name in jobs if peaks[name] <= g.memory), key=lambda name: times[name].communication)
     rows = [
-        [f"`{name}`", *_peak_and_whether(peaks[name], memory), written("{t:s}", {"t": times[name].communication})]
+        [f"`{name}`", *_peak_and_whether(peaks[name], g.memory), written("{t:s}", {"t": times[name].communication})]
         for name in jobs
     ]
     return {"table": table(["strategy", "peak", "fits", "communication"], rows, "lr"), "best": f"`{best}`"}
 
 
-def fewest_machines(
-    *, model: str = "llama3-70b", per_machine: int = 8, num_tokens: int = 8192, memory: float = 80e9
-) -> Values:
+def fewest_machines(g: Givens) -> Values:
     """The number of machines at which a large model fits."""
 
     def peak(num_machines: int) -> float:
-        job = job_of(model, num_shards=num_machines * per_machine, **MIXED)
-        return cost_of(_with_activations(job, num_tokens, checkpointing=True)).peak
+        job = job_of(g.model, num_shards=num_machines * g.per_machine, **MIXED)
+        return cost_of(_with_activations(job, g.num_tokens, checkpointing=True)).peak
 
-    fewest = _first(lambda number: peak(number) <= memory)
-    rest = _with_activations(job_of(model, num_shards=fewest * per_machine, **MIXED), num_tokens, checkpointing=True)
+    fewest = _first(lambda number: peak(number) <= g.memory)
+    rest = _with_activations(
+        job_of(g.model, num_shards=fewest * g.per_machine, **MIXED), g.num_tokens, checkpointing=True
+    )
     return {
         "fewest": fewest,
-        "num_ranks": fewest * per_machine,
+        "num_ranks": fewest * g.per_machine,
         "peak": peak(fewest),
         "stored": cost_of(rest).stored,
         "fewer": fewest - 1,
@@ -83,17 +72,15 @@ def fewest_machines(
     }
 
 
-def largest_micro_batch(
-    *, model: str = "mpt-7b", num_ranks: int = 64, num_tokens: int = 2048, memory: float = 80e9
-) -> Values:
+def largest_micro_batch(g: Givens) -> Values:
     """The number of sequences that fit, with and without checkpointing."""
-    job = job_of(model, num_shards=num_ranks, **MIXED)
+    job = job_of(g.model, num_shards=g.num_ranks, **MIXED)
 
     def peak(sequences: int, checkpointing: bool) -> float:
-        return cost_of(_with_activations(job, sequences * num_tokens, checkpointing=checkpointing)).peak
+        return cost_of(_with_activations(job, sequences * g.num_tokens, checkpointing=checkpointing)).peak
 
-    largest = [_first(lambda n, again=again: peak(n + 1, again) > memory) for again in (False, True)]  # type: ignore[misc]
-    work = [operations(job, num_tokens, checkpointing=again) for again in (False, True)]
+    largest = [_first(lambda n, again=again: peak(n + 1, again) > g.memory) for again in (False, True)]  # type: ignore[misc]
+    work = [operations(job, g.num_tokens, checkpointing=again) for again in (False, True)]
     return {
         "kept": largest[0],
         "again": largest[1],
@@ -103,60 +90,40 @@ def largest_micro_batch(
     }
 
 
-def blocks_in_a_unit(
-    *,
-    model: str = "mpt-30b",
-    num_ranks: int = 64,
-    num_tokens: int = 2048,
-    memory: float = 40e9,
-    choices: tuple[int, ...] = (1, 2, 4, 8, 16),
-) -> Values:
+def blocks_in_a_unit(g: Givens) -> Values:
     """The largest units that fit."""
     rows, fits = [], []
-    for blocks in choices:
-        job = job_of(model, blocks, num_shards=num_ranks, **MIXED)
+    for blocks in g.choices:
+        job = job_of(g.model, blocks, num_shards=g.num_ranks, **MIXED)
         # The activations are those of the blocks, which do not change.
-        activations = activation_bytes(job_of(model, num_shards=num_ranks, **MIXED), num_tokens, checkpointing=True)
+        activations = activation_bytes(
+            job_of(g.model, num_shards=g.num_ranks, **MIXED), g.num_tokens, checkpointing=True
+        )
         cost = cost_of(replace(job, activations=activations))
-        rows.append([blocks, *_peak_and_whether(cost.peak, memory), sum(cost.num_collectives.values())])
-        fits += [blocks] if cost.peak <= memory else []
+        rows.append([blocks, *_peak_and_whether(cost.peak, g.memory), sum(cost.num_collectives.values())])
+        fits += [blocks] if cost.peak <= g.memory else []
     shown = table(["blocks in a unit", "peak", "fits", "collectives in a step"], rows, "r")
     return {"table": shown, "largest": max(fits)}
 
 
-def smaller_state(
-    *,
-    model: str = "llama3-8b",
-    num_ranks: int = 4,
-    num_tokens: int = 2048,
-    memory: float = 40e9,
-    states: tuple[tuple[str, int], ...] = (("Adam", 8), ("SGD with momentum", 4), ("SGD", 0)),
-) -> Values:
+def smaller_state(g: Givens) -> Values:
     """The peak with three optimizers."""
-    job = _with_activations(job_of(model, num_shards=num_ranks, **MIXED), num_tokens, checkpointing=True)
-    peaks = {name: cost_of(replace(job, optimizer=state)).peak for name, state in states}
-    fits = [name for name, peak in peaks.items() if peak <= memory]
-    return {"table": _table("optimizer", peaks, memory), "fits": " and ".join(fits)}
+    job = _with_activations(job_of(g.model, num_shards=g.num_ranks, **MIXED), g.num_tokens, checkpointing=True)
+    peaks = {name: cost_of(replace(job, optimizer=state)).peak for name, state in g.states}
+    fits = [name for name, peak in peaks.items() if peak <= g.memory]
+    return {"table": _table("optimizer", peaks, g.memory), "fits": " and ".join(fits)}
 
 
-def shards_of_a_copy(
-    *,
-    model: str = "mpt-30b",
-    num_ranks: int = 256,
-    per_machine: int = 8,
-    num_tokens: int = 4096,
-    memory: float = 40e9,
-    choices: tuple[int, ...] = (8, 16, 32, 64, 128),
-) -> Values:
+def shards_of_a_copy(g: Givens) -> Values:
     """The smallest shard group of a hybrid strategy that fits."""
     peaks = {}
-    for shards in choices:
-        copies = {"num_shards": shards, "num_replicas": num_ranks // shards}
-        job = job_of(model, strategy="HYBRID_SHARD", **copies, **MIXED)
-        peaks[shards] = cost_of(_with_activations(job, num_tokens, checkpointing=True)).peak
-    best = min(shards for shards, peak in peaks.items() if peak <= memory)
-    parts = {"best": best, "copies": num_ranks // best, "machines": best // per_machine}
-    return {"table": _table("ranks for a copy", peaks, memory), **parts}
+    for shards in g.choices:
+        copies = {"num_shards": shards, "num_replicas": g.num_ranks // shards}
+        job = job_of(g.model, strategy="HYBRID_SHARD", **copies, **MIXED)
+        peaks[shards] = cost_of(_with_activations(job, g.num_tokens, checkpointing=True)).peak
+    best = min(shards for shards, peak in peaks.items() if peak <= g.memory)
+    parts = {"best": best, "copies": g.num_ranks // best, "machines": best // g.per_machine}
+    return {"table": _table("ranks for a copy", peaks, g.memory), **parts}
 
 
 def _with_activations(job: Job, num_tokens: int, *, checkpointing: bool = False) -> Job:

@@ -3,70 +3,68 @@
 import itertools
 from dataclasses import replace
 from math import prod
-from typing import Any
 
 from docs_build.problems.models import MIXED, job_of, num_parameters
+from docs_build.problems.writing import Givens, Values
 from minifsdp_tools.cost import Job, activation_bytes, cost_of
 from minifsdp_tools.formulas import padded_flat, padded_per_parameter
 
-Values = dict[str, Any]
 
-
-def replica(*, num_parameters: int = 7_000_000_000, num_ranks: int = 8, state: int = 8) -> Values:
+def replica(g: Givens) -> Values:
     """A model in float32 and Adam on each rank."""
-    job = Job(units=[[(num_parameters,)]], strategy="NO_SHARD", num_replicas=num_ranks, optimizer=state)
+    job = Job(units=[[(g.num_parameters,)]], strategy="NO_SHARD", num_replicas=g.num_ranks, optimizer=g.state)
     held = cost_of(job).after_backward
-    return {"held": held, "width": job.width, "each": held / num_parameters}
+    return {"held": held, "width": job.width, "each": held / g.num_parameters}
 
 
-def shard_of_adam(*, num_parameters: int = 7_000_000_000, num_ranks: int = 8, state: int = 8) -> Values:
+def shard_of_adam(g: Givens) -> Values:
     """The same with ``FULL_SHARD``."""
-    job = Job(units=[[(num_parameters,)]], num_shards=num_ranks, optimizer=state)
+    job = Job(units=[[(g.num_parameters,)]], num_shards=g.num_ranks, optimizer=g.state)
     cost = cost_of(job)
     parts = {"weights": job.parameter_bytes, "states": job.optimizer_bytes, "stored": cost.stored}
     return {**parts, "gradients": cost.after_backward - cost.stored, "held": cost.after_backward}
 
 
-def fewest_ranks(*, num_parameters: int = 70_000_000_000, memory: float = 80e9, state: int = 8) -> Values:
+def fewest_ranks(g: Givens) -> Values:
     """The number of ranks whose memories hold the model states."""
 
     def held(num_ranks: int) -> float:
-        return cost_of(Job(units=[[(num_parameters,)]], num_shards=num_ranks, optimizer=state)).after_backward
+        return cost_of(Job(units=[[(g.num_parameters,)]], num_shards=num_ranks, optimizer=g.state)).after_backward
 
-    fewest = next(num for num in itertools.count(1) if held(num) <= memory)
+    fewest = next(num for num in itertools.count(1) if held(num) <= g.memory)
     return {"total": held(1), "fewest": fewest, "held": held(fewest), "fewer": fewest - 1, "more": held(fewest - 1)}
 
 
-def padded_shard(*, weight: tuple[int, ...] = (5, 3), bias: tuple[int, ...] = (7,), num_ranks: int = 4) -> Values:
+def padded_shard(g: Givens) -> Values:
     """Padding in both layouts."""
-    shapes = [weight, bias]
+    shapes = [g.weight, g.bias]
     numel = sum(map(prod, shapes))
-    flat, each = padded_flat(shapes, num_ranks), padded_per_parameter(shapes, num_ranks)
-    rows = [padded_per_parameter([shape], num_ranks) // prod(shape[1:]) for shape in shapes]
+    flat, each = padded_flat(shapes, g.num_ranks), padded_per_parameter(shapes, g.num_ranks)
+    rows = [padded_per_parameter([shape], g.num_ranks) // prod(shape[1:]) for shape in shapes]
     return {
         "numel": numel,
         "flat": flat,
-        "of_flat": flat // num_ranks,
+        "of_flat": flat // g.num_ranks,
         "added_flat": flat - numel,
         "each": each,
-        "of_each": each // num_ranks,
+        "of_each": each // g.num_ranks,
         "added_each": each - numel,
         "weight_rows": rows[0],
         "bias_rows": rows[1],
     }
 
 
-def unsharded_in_forward(*, model: str = "llama3-8b", num_ranks: int = 64) -> Values:
+def unsharded_in_forward(g: Givens) -> Values:
     """The unsharded parameters in forward, with a unit for each block."""
-    job = job_of(model, num_shards=num_ranks, **MIXED)
+    job = job_of(g.model, num_shards=g.num_ranks, **MIXED)
     cost = cost_of(job)
     sizes = {"root": job.sizes[0], "block": max(job.sizes[1:]), "num_blocks": len(job.units)}
     return {**sizes, "peak": cost.peak_forward - cost.stored, "whole": sum(job.sizes), "stored": cost.stored}
 
 
-def one_unit(*, model: str = "llama3-8b", num_ranks: int = 64) -> Values:
+def one_unit(g: Givens) -> Values:
     """The same with one unit for the whole model."""
-    blocks = job_of(model, num_shards=num_ranks, **MIXED)
+    blocks = job_of(g.model, num_shards=g.num_ranks, **MIXED)
     every = [shape for shapes in [blocks.root, *blocks.units] for shape in shapes]
     whole = replace(blocks, units=[], root=every)
     costs = {"blocks": cost_of(blocks), "one": cost_of(whole)}
@@ -74,10 +72,11 @@ def one_unit(*, model: str = "llama3-8b", num_ranks: int = 64) -> Values:
     return {**peaks, "ratio": peaks["one"] / peaks["blocks"]}
 
 
-def kept_for_backward(*, model: str = "mpt-7b", num_ranks: int = 16) -> Values:
+def kept_for_backward(g: Givens) -> Values:
     """Forward with ``SHARD_GRAD_OP``."""
     jobs = {
-        name: job_of(model, num_shards=num_ranks, strategy=name, **MIXED) for name in ("FULL_SHARD", "SHARD_GRAD_OP")
+        name: job_of(g.model, num_shards=g.num_ranks, strategy=name, **MIXED)
+        for name in ("FULL_SHARD", "SHARD_GRAD_OP")
     }
     full, kept = (cost_of(job) for job in jobs.values())
     return {
@@ -91,9 +90,9 @@ def kept_for_backward(*, model: str = "mpt-7b", num_ranks: int = 16) -> Values:
     }
 
 
-def narrow_compute(*, model: str = "mpt-7b", num_ranks: int = 16) -> Values:
+def narrow_compute(g: Givens) -> Values:
     """The effect of ``param_dtype=torch.bfloat16`` on memory."""
-    wide, narrow = job_of(model, num_shards=num_ranks), job_of(model, num_shards=num_ranks, **MIXED)
+    wide, narrow = job_of(g.model, num_shards=g.num_ranks), job_of(g.model, num_shards=g.num_ranks, **MIXED)
     first, second = cost_of(wide), cost_of(narrow)
     return {
         "stored": first.stored,
@@ -107,9 +106,9 @@ def narrow_compute(*, model: str = "mpt-7b", num_ranks: int = 16) -> Values:
     }
 
 
-def unreduced_gradients(*, model: str = "mpt-7b", num_ranks: int = 16, micro_batches: int = 4) -> Values:
+def unreduced_gradients(g: Givens) -> Values:
     """Accumulation with and without ``no_sync``."""
-    job = job_of(model, num_shards=num_ranks, micro_batches=micro_batches, **MIXED)
+    job = job_of(g.model, num_shards=g.num_ranks, micro_batches=g.micro_batches, **MIXED)
     reduced, unreduced = cost_of(job), cost_of(replace(job, no_sync=True))
     return {
         "gradients": sum(job.gradients),
@@ -121,16 +120,16 @@ def unreduced_gradients(*, model: str = "mpt-7b", num_ranks: int = 16, micro_bat
     }
 
 
-def offloaded(*, model: str = "llama3-70b", num_ranks: int = 8) -> Values:
+def offloaded(g: Givens) -> Values:
     """Shards on the host."""
-    job = job_of(model, num_shards=num_ranks, **MIXED)
+    job = job_of(g.model, num_shards=g.num_ranks, **MIXED)
     there, away = cost_of(job), cost_of(replace(job, offload=True))
-    return {"stored": there.stored, "left": away.stored, "host": away.host, "of_machine": away.host * num_ranks,
+    return {"stored": there.stored, "left": away.stored, "host": away.host, "of_machine": away.host * g.num_ranks,
             "peak": there.peak, "peak_offloaded": away.peak, "num_parameters": num_parameters(job)}  # fmt: skip
 
 
-def checkpointed(*, model: str = "llama3-8b", num_tokens: int = 8192, num_ranks: int = 64) -> Values:
+def checkpointed(g: Givens) -> Values:
     """Activations with and without checkpointing."""
-    job = job_of(model, num_shards=num_ranks, **MIXED)
-    kept, again = (activation_bytes(job, num_tokens, checkpointing=checkpointing) for checkpointing in (False, True))
+    job = job_of(g.model, num_shards=g.num_ranks, **MIXED)
+    kept, again = (activation_bytes(job, g.num_tokens, checkpointing=checkpointing) for checkpointing in (False, True))
     return {"kept": kept, "again": again, "ratio": kept / again, "width": job.width, "num_blocks": len(job.units)}

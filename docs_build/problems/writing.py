@@ -13,10 +13,14 @@
 import math
 import string
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from docs_build.problems import recorded
 
+# The figures of a statement, as attributes, and those of an answer.
+Givens = SimpleNamespace
+Values = dict[str, Any]
 UNITS = {"kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "s": 1, "ms": 1e-3, "GB/s": 1e9}
 UNITS |= {"TFLOP": 1e12, "TFLOP/s": 1e12, "million": 1e6, "billion": 1e9, "%": 0.01}
 

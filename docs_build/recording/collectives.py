@@ -1,11 +1,11 @@
 """Records the four collectives of the page "Ranks, collectives and torchrun", and the output of its script.
 
-``python -m docs_build.recording.collectives`` runs them on two ranks, and writes ``docs/data/collectives.json``. The
-page shows the record, and a test runs everything again and compares.
+    torchrun --standalone --nproc-per-node 2 -m docs_build.recording.collectives
+
+It writes ``docs/data/collectives.json``. The page shows the record, and a test runs everything again and compares.
 """
 
 import inspect
-import json
 import re
 import tempfile
 from pathlib import Path
@@ -112,19 +112,11 @@ def about(record: Any) -> str:
     return f"<small>Recorded on two ranks; {record['date']}, {record['machine']}.</small>"
 
 
-def _observe_on(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=NUM_RANKS)
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(observe()))
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    """Writes the record."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_observe_on, args=(folder,), nprocs=NUM_RANKS)
-        ranks = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(NUM_RANKS)]
-    records.save(NAME, {**records.stamp(), "ranks": ranks, "script": output_of_script()})
+def found() -> dict[str, Any]:
+    """The contents of the record. All ranks must call it; the first one runs the script."""
+    ranks = records.of_all_ranks(observe())
+    return {"ranks": ranks, "script": output_of_script()} if dist.get_rank() == 0 else {}
 
 
 if __name__ == "__main__":
-    main()
+    records.save_on_ranks(NAME, found)

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import minifsdp
 from docs_build.recording import written_optimizers as written
-from docs_build.recording.records import save, stamp
+from docs_build.recording.records import of_all_ranks, save_on_ranks
 
 NAME = "optimizer-runs"
 FSDP = minifsdp.FullyShardedDataParallel
@@ -219,21 +219,13 @@ def _train_on_shards(case: Case, form: str, is_unsharded: bool) -> tuple[list[Te
 
 def all_shapes() -> dict[str, list[Any]]:
     """The shapes of the parameters of each form, for each rank. All ranks must call it."""
-    found: dict[str, list[Any]] = {}
-    for form in FORMS:
-        found[form] = [None] * dist.get_world_size()
-        dist.all_gather_object(found[form], shapes(form))
-    return found
+    return {form: of_all_ranks(shapes(form)) for form in FORMS}
 
 
-def main() -> None:
-    """Writes the record."""
-    dist.init_process_group("gloo")
-    facts = {**stamp(), "steps": STEPS, "shapes": all_shapes(), "cases": {case.name: compare(case) for case in CASES}}
-    if dist.get_rank() == 0:
-        save(NAME, facts, sort_keys=False)
-    dist.destroy_process_group()
+def found() -> dict[str, Any]:
+    """The contents of the record. All ranks must call it."""
+    return {"steps": STEPS, "shapes": all_shapes(), "cases": {case.name: compare(case) for case in CASES}}
 
 
 if __name__ == "__main__":
-    main()
+    save_on_ranks(NAME, found)

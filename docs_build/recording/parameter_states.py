@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import minifsdp
-from docs_build.recording.records import save, stamp
+from docs_build.recording.records import of_all_ranks, save_on_ranks
+from docs_build.recording.written_optimizers import local
 from minifsdp.engine.placeholder import PlaceholderParameter
 
 NAME = "parameter-states"
@@ -142,7 +142,7 @@ def described(tensor: Tensor | None) -> str | None:
     """Class, shape, shape on this rank and dtype of a tensor, as in ``DTensor; (3, 4); (2, 4); float32``."""
     if tensor is None:
         return None
-    facts = [_class_of(tensor), tuple(tensor.shape), tuple(_local(tensor).shape), tensor.dtype]
+    facts = [_class_of(tensor), tuple(tensor.shape), tuple(local(tensor).shape), tensor.dtype]
     return "; ".join(map(str, facts)).replace("torch.", "")
 
 
@@ -154,16 +154,12 @@ def _class_of(tensor: Tensor) -> str:
     return "Parameter" if isinstance(tensor, nn.Parameter) else "Tensor"
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def _num_stored(tensor: Tensor) -> int:
     """The number of elements that fit into the memory of a tensor. A placeholder has no memory."""
     if isinstance(tensor, PlaceholderParameter):
         return 0
-    local = _local(tensor)
-    return local.untyped_storage().nbytes() // local.element_size()
+    part = local(tensor)
+    return part.untyped_storage().nbytes() // part.element_size()
 
 
 def observe(setting: Setting) -> dict[str, Any]:
@@ -218,20 +214,9 @@ def observe_all() -> dict[str, Any]:
             # `.grad` of a view of an unsharded parameter.
             warnings.filterwarnings("ignore", message="The .grad attribute", category=UserWarning)
             mine = observe(setting)
-        ranks: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(ranks, mine)
-        found[setting.key] = ranks
+        found[setting.key] = of_all_ranks(mine)
     return found
 
 
-def main() -> None:
-    """Writes the record."""
-    dist.init_process_group("gloo")
-    found = observe_all()
-    if dist.get_rank() == 0:
-        save(NAME, {**stamp(), "settings": found}, sort_keys=False)
-    dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    save_on_ranks(NAME, lambda: {"settings": observe_all()})

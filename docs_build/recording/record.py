@@ -37,7 +37,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import minifsdp.wrap
 from docs_build.recording import arrivals, recordings, torchside
 from docs_build.recording.models import Block, Net, Stage, batch
-from docs_build.recording.records import stamp
+from docs_build.recording.records import of_all_ranks, stamp
 from docs_build.recording.watching import Watched, WatchedUnit, Watcher
 from minifsdp import FullyShardedDataParallel, trace
 from minifsdp.engine.events import events
@@ -220,8 +220,7 @@ def perform(run: Run) -> dict[str, Any] | None:
     for step in range(2):
         _step(run, model, optimizer, step, None)
     kept = _quickest_even(run, model, optimizer) if run.width > 64 else _watched(run, model, optimizer)
-    all_ranks: list[Any] = [None] * run.ranks
-    dist.all_gather_object(all_ranks, kept)
+    all_ranks = of_all_ranks(kept)
     if dist.get_rank() != 0:
         return None
     layouts = [
@@ -244,11 +243,9 @@ def _watched(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
             origin = _recorded(watcher, lambda step=step, watcher=watcher: _step(run, model, optimizer, step, watcher))
         (took,) = _largest(time.perf_counter() - origin)
         steps.append((took, _as_data(watcher, origin)))
-    of_ranks: list[Any] = [None] * run.ranks
     without_times = [str([(*moment[:3], *moment[4:]) for moment in data["moments"]]) for _, data in steps]
-    dist.all_gather_object(of_ranks, without_times)
     # All ranks must keep the same step.
-    went = list(zip(*of_ranks, strict=True))
+    went = list(zip(*of_all_ranks(without_times), strict=True))
     usual = max(went, key=went.count)
     _, kept = min((step for step, this in zip(steps, went, strict=True) if this == usual), key=itemgetter(0))
     return {**kept, "pieces": [unit.pieces() for unit in units]}

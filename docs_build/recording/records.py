@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from docs_build.reading.order import ROOT
 
 DATA = ROOT / "docs" / "data"
@@ -66,6 +68,22 @@ def _processor() -> str:
     lines = facts.read_text().splitlines() if facts.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.machine()
+
+
+def of_all_ranks(value: Any) -> list[Any]:
+    """The values of all ranks. All ranks must call it."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def save_on_ranks(name: str, make: Callable[[], dict[str, Any]]) -> None:
+    """Calls a function on all ranks that torchrun has started, and writes its results on rank 0."""
+    dist.init_process_group("gloo")
+    found = make()
+    if dist.get_rank() == 0:
+        save(name, {**stamp(), **found}, sort_keys=False)
+    dist.destroy_process_group()
 
 
 def torchrun(arguments: list[str], **environment: str) -> subprocess.CompletedProcess[str]:

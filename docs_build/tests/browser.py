@@ -18,8 +18,11 @@ from typing import Any
 __all__ = ["Browser", "Tab", "chromium", "find_chromium"]
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+FLAGS = "--headless=new --no-sandbox --disable-gpu --remote-debugging-pipe --no-first-run --disable-sync"
+QUIET = "--disable-background-networking --disable-component-update about:blank"
 KEYS = {" ": "Space", "0": "Digit0", "1": "Digit1"}
-CODES = {" ": 32, "ArrowLeft": 37, "ArrowRight": 39, "Home": 36, "End": 35, "Tab": 9}
+CODES = {" ": 32, "ArrowLeft": 37, "ArrowRight": 39, "ArrowDown": 40, "Home": 36, "End": 35, "Tab": 9, "Enter": 13}
+TEXTS = {" ": " ", "Enter": "\r"}
 
 
 def find_chromium() -> str | None:
@@ -31,8 +34,8 @@ class Browser:
     """A running Chromium process."""
 
     def __init__(self, command: str, profile: str) -> None:
-        to_child, own_write = os.pipe()
-        own_read, from_child = os.pipe()
+        to_child, self._write = os.pipe()
+        self._read, from_child = os.pipe()
 
         def place_pipes() -> None:
             # Move both ends to other descriptors first: either of them could be 3 or 4 itself.
@@ -40,16 +43,8 @@ class Browser:
             os.dup2(high_in, 3)
             os.dup2(high_out, 4)
 
-        flags = [
-            "--headless=new",
-            "--no-sandbox",
-            "--disable-gpu",
-            "--remote-debugging-pipe",
-            f"--user-data-dir={profile}",
-        ]
-        quiet = ["--no-first-run", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
         self.process = subprocess.Popen(
-            [command, *flags, *quiet, "about:blank"],
+            [command, f"--user-data-dir={profile}", *FLAGS.split(), *QUIET.split()],
             preexec_fn=place_pipes,
             close_fds=False,
             stdout=subprocess.DEVNULL,
@@ -57,8 +52,7 @@ class Browser:
         )
         os.close(to_child)
         os.close(from_child)
-        self._write, self._read, self._number = own_write, own_read, 0
-        self._buffer = b""
+        self._number, self._buffer = 0, b""
         self.events: list[dict[str, Any]] = []
 
     def send(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
@@ -70,18 +64,18 @@ class Browser:
         os.write(self._write, json.dumps(message).encode() + b"\0")
         end = time.monotonic() + 60
         mine: dict[str, Any] | None = None
-        while mine is None and time.monotonic() < end:
+        while mine is None:
+            if time.monotonic() > end:
+                raise TimeoutError(f"the browser did not answer {method}")
             # Read all messages that arrived together: an event can follow the answer.
             for answer in self._messages(1.0):
                 if answer.get("id") == self._number:
                     mine = answer
                 else:
                     self.events.append(answer)
-        if mine is not None and "error" in mine:
+        if "error" in mine:
             raise RuntimeError(f"{method}: {mine['error']}")
-        if mine is not None:
-            return dict(mine["result"])
-        raise TimeoutError(f"the browser did not answer {method}")
+        return dict(mine["result"])
 
     def wait(self, seconds: float) -> None:
         """Collects events for the given number of seconds."""
@@ -116,29 +110,43 @@ class Tab:
         self.session = browser.send("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.send(f"{domain}.enable")
-        self.resize(1280, 900)
+        self.resize()
 
     def send(self, method: str, **params: Any) -> dict[str, Any]:
         return self.browser.send(method, self.session, **params)
 
-    def resize(self, width: int, height: int) -> None:
+    def resize(self, width: int = 1280, height: int = 900) -> None:
         """Sets the size of the window, in pixels."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def open(self, address: str) -> None:
-        """Opens a page and waits until it is loaded."""
-        self.browser.events.clear()
-        self.send("Page.navigate", url=address)
-        end = time.monotonic() + 60
-        while not any(e.get("method") == "Page.loadEventFired" for e in self.browser.events):
-            assert time.monotonic() < end, f"{address} was not loaded"
-            self.browser.wait(0.2)
+        """Opens a page and waits until it is loaded. A browser does not reload a page if only the anchor changes."""
+        for one in ("about:blank", address):
+            self.browser.events.clear()
+            self.send("Page.navigate", url=one)
+            end = time.monotonic() + 60
+            while not self._of("Page.loadEventFired"):
+                assert time.monotonic() < end, f"{one} was not loaded"
+                self.browser.wait(0.2)
+
+    def _of(self, method: str) -> list[dict[str, Any]]:
+        """The facts of all events of a kind since the page was opened."""
+        return [event["params"] for event in self.browser.events if event.get("method") == method]
 
     def look(self, expression: str) -> Any:
         """Evaluates a JavaScript expression on the page and returns its value."""
         result = self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result["exceptionDetails"]
         return result["result"].get("value")
+
+    def each(self, selector: str, what: str = "e.textContent") -> list[Any]:
+        """A JavaScript expression for each visible element ``e`` that matches."""
+        found = f"[...document.querySelectorAll({json.dumps(selector)})].filter(e => e.getClientRects().length)"
+        return list(self.look(f"{found}.map(e => {what})"))
+
+    def text(self, selector: str) -> str:
+        """The text of the first element that matches."""
+        return str(self.look(f"document.querySelector({json.dumps(selector)}).textContent"))
 
     def wait_for(self, expression: str, seconds: float = 20) -> Any:
         """Waits until a JavaScript expression is true."""
@@ -148,12 +156,16 @@ class Tab:
             self.browser.wait(0.05)
         return value
 
-    def press(self, key: str) -> None:
-        """Presses and releases a key."""
-        facts = {"key": key, "code": KEYS.get(key, key), "windowsVirtualKeyCode": CODES.get(key, 0)}
-        text = {"text": " "} if key == " " else {}
-        self.send("Input.dispatchKeyEvent", type="keyDown", **facts, **text)
-        self.send("Input.dispatchKeyEvent", type="keyUp", **facts)
+    def focus(self, selector: str) -> None:
+        self.look(f"document.querySelector({json.dumps(selector)}).focus()")
+
+    def press(self, *keys: str) -> None:
+        """Presses and releases each of these keys."""
+        for key in keys:
+            facts = {"key": key, "code": KEYS.get(key, key), "windowsVirtualKeyCode": CODES.get(key, 0)}
+            text = {"text": TEXTS[key]} if key in TEXTS else {}
+            self.send("Input.dispatchKeyEvent", type="keyDown", **facts, **text)
+            self.send("Input.dispatchKeyEvent", type="keyUp", **facts)
 
     def type(self, text: str) -> None:
         """Inserts text into the focused element."""
@@ -173,29 +185,20 @@ class Tab:
         """Selects an option of a list as a user does, with input and change events."""
         self.look(
             f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.value = {json.dumps(value)};"
-            " e.dispatchEvent(new Event('input', {bubbles: true}));"
-            " e.dispatchEvent(new Event('change', {bubbles: true}));"
-            " return true; })()"
+            " for (const kind of ['input', 'change']) e.dispatchEvent(new Event(kind, {bubbles: true})); })()"
         )
 
     def problems(self) -> list[str]:
         """Errors on the console and exceptions since the page was opened."""
-        found = []
-        for event in self.browser.events:
-            params = event.get("params", {})
-            if event.get("method") == "Runtime.exceptionThrown":
-                found.append(str(params["exceptionDetails"].get("exception", params["exceptionDetails"])))
-            elif event.get("method") == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning"):
-                found.append(str([argument.get("value") for argument in params["args"]]))
-            elif event.get("method") == "Log.entryAdded" and params["entry"]["level"] == "error":
-                found.append(f"{params['entry']['text']} {params['entry'].get('url', '')}")
-        return found
+        found = [str(one["exceptionDetails"]) for one in self._of("Runtime.exceptionThrown")]
+        found += [
+            str(one["args"]) for one in self._of("Runtime.consoleAPICalled") if one["type"] in ("error", "warning")
+        ]
+        return found + [str(one["entry"]) for one in self._of("Log.entryAdded") if one["entry"]["level"] == "error"]
 
     def requests(self) -> list[str]:
         """Addresses that were requested since the page was opened."""
-        return [
-            e["params"]["request"]["url"] for e in self.browser.events if e.get("method") == "Network.requestWillBeSent"
-        ]
+        return [one["request"]["url"] for one in self._of("Network.requestWillBeSent")]
 
 
 @contextmanager

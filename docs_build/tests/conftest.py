@@ -1,4 +1,4 @@
-"""Fixtures that build the site and open it in a browser. Tests marked ``docs`` run only on request:
+"""Fixtures that build the site and open it in a browser. Tests that use them run only on request:
 
 ``python -m pytest docs_build/tests -m docs``
 
@@ -28,7 +28,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "docs: builds the documentation or opens it in a browser; needs -m docs")
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"site", "tab"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("docs")
+            item.add_marker(pytest.mark.needs("mkdocs"))
     if "docs" not in (config.option.markexpr or ""):
         leave_out(config, items, "docs tests not run (no -m docs)", lambda item: item.get_closest_marker("docs"))
 

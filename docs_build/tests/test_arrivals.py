@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,60 +20,37 @@ from spec_tests.harness import ranks
 LATE, MUCH_LATER = 0.3, 1.0
 MESSAGES, COLLECTIVES = 2**18, 2**10  # numbers of four bytes: a shard that is sent by itself, and a small one
 
-# Given a size, returns the handle, the output tensor, and the values that the output must have.
-Issue = Callable[[int], tuple[Any, torch.Tensor, torch.Tensor]]
 
-
-def gather(number: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    group, piece = Group.of(dist.group.WORLD), torch.full((number,), 1.0 + dist.get_rank())
-    output = torch.empty(2 * number)
-    return collectives.all_gather(group, output, piece), output, torch.tensor([1.0, 2.0]).repeat_interleave(number)
-
-
-def reduce_scatter(number: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    group, whole = Group.of(dist.group.WORLD), torch.full((2 * number,), 1.0 + dist.get_rank())
-    piece = torch.empty(number)
-    return collectives.reduce_scatter(group, piece, whole), piece, torch.full((number,), 3.0)
+def issued(kind: str, number: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """The handle, the output tensor, and the values that the output must have."""
+    group, rank = Group.of(dist.group.WORLD), dist.get_rank()
+    if kind == "AG":
+        output, expected = torch.empty(2 * number), torch.tensor([1.0, 2.0]).repeat_interleave(number)
+        return collectives.all_gather(group, output, torch.full((number,), 1.0 + rank)), output, expected
+    output, expected = torch.empty(number), torch.full((number,), 3.0)
+    return collectives.reduce_scatter(group, output, torch.full((2 * number,), 1.0 + rank)), output, expected
 
 
 @pytest.mark.parametrize("number", [MESSAGES, COLLECTIVES])
-@pytest.mark.parametrize(("kind", "issue"), [("AG", gather), ("RS", reduce_scatter)])
+@pytest.mark.parametrize("kind", ["AG", "RS"])
 @ranks(2)
 def test_data_arrives_when_the_other_rank_sends_and_not_when_this_rank_waits(
-    kind: str,
-    issue: Callable[[int], tuple[Any, torch.Tensor, torch.Tensor]],
-    number: int,
-    monkeypatch: pytest.MonkeyPatch,
+    kind: str, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MINIFSDP_TRANSPORT", "messages")
     attach()  # The handles of the checks note the arrival.
     recorder, rank = trace.Recorder(), dist.get_rank()
-    transport = Group.of(dist.group.WORLD).transport
     # Send small shards by gloo's collectives, which is the default.
-    monkeypatch.setattr(transport, "_least_bytes", 4 * MESSAGES)
+    monkeypatch.setattr(Group.of(dist.group.WORLD).transport, "_least_bytes", 4 * MESSAGES)
     with arrivals.noted(recorder):
         dist.barrier()
         time.sleep(LATE * rank)
         event = recorder.begin(kind, "unit", stream="gather")
-        handle, found, expected = issue(number)
+        handle, found, expected = issued(kind, number)
         time.sleep(MUCH_LATER)
         handle.wait()
         recorder.finish(event)
     assert torch.equal(found, expected), "the received bytes were overwritten"
-    assert event.arrived is not None
     waited = event.arrived - event.start
     # On the late rank, the other rank's data arrives at once, or almost at once.
     assert (0.5 * LATE if rank == 0 else 0.0) < waited < MUCH_LATER - 0.5 * LATE
-
-
-@ranks(2)
-def test_memory_released_after_the_wait_is_not_read() -> None:
-    recorder = trace.Recorder()
-    with arrivals.noted(recorder):
-        for _ in range(50):
-            event = recorder.begin("AG", "unit", stream="gather")
-            handle, output, _ = gather(MESSAGES)
-            handle.wait()
-            output.untyped_storage().resize_(0)
-            recorder.finish(event)
-    assert all(event.start < event.arrived <= event.end for event in recorder.events)

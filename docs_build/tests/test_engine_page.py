@@ -27,16 +27,6 @@ def test_each_requirement_that_fails_with_torch_has_a_reason() -> None:
 def test_summary_counts_each_requirement_once() -> None:
     lines = [line.split(" | ") for line in enginepage.summary().splitlines() if line.startswith("| ")][2:]
     assert sum(int(number) for _, number, _ in lines) == len(results.all_rows())
-    assert len(load("engine-torch")["rows"]) >= 450
-
-
-def test_spec_page_shows_the_verdict() -> None:
-    rows = load("engine-torch")["rows"]
-    marks = {row: enginepage.mark(row) for row in results.all_rows()}
-    assert {row for row, mark in marks.items() if mark} == set(rows)
-    assert {row for row, mark in marks.items() if mark == "torch passes"} == {
-        row for row, result in rows.items() if not result["failed"]
-    }
 
 
 def test_record_joins_sessions_and_variants(tmp_path: Path) -> None:

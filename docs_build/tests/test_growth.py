@@ -5,55 +5,11 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 pytestmark = pytest.mark.needs("mkdocs")
-
-AXES = {"units": [12, 48], "ranks": [2, 1024], "parameters": [1, 64]}
-
-
-def recorded(path: Path, calls: tuple[float, float]) -> None:
-    point = {"construct": 9.0, "first": 9.0, "step": 9.0, "state_dict": 9.0, "overhead": 90.0}
-    points = [{**point, "calls": number} for number in calls]
-    record: dict[str, Any] = {axis: {"torch FSDP2": points, "minifsdp FSDP2": points} for axis in AXES}
-    record["large"] = {"minifsdp FSDP2": {"seconds": 1.26, "stored": 401.6, "peak": 404.0}}
-    path.write_text(json.dumps({"axes": AXES, "circumstances": ["* recorded today", "* a machine"], **record}))
-
-
-def test_plot_is_drawn_from_the_record_without_external_resources(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from docs_build.drawing import plots
-    from docs_build.pages import costs
-    from docs_build.recording import records
-
-    monkeypatch.setattr(records, "DATA", tmp_path)
-    assert "No run" in plots.growth("calls units", "Calls.")
-    recorded(tmp_path / "growth.json", (100.0, 10.0))
-    html = plots.growth("calls units", "Calls.")
-    assert "Recorded today, on the fake backend; a machine." in html
-    # From the upper left to the lower right: values 100 and 10 on an axis from 10 to 100.
-    left, right = plots.GROWTH.left, plots.GROWTH.left + plots.GROWTH.width
-    top, bottom = plots.GROWTH.top, plots.GROWTH.top + plots.GROWTH.height
-    assert html.count("<polyline") == 2
-    assert len(set(re.findall(r'class="curve ([\w ]+)" points', html))) == 2
-    assert set(re.findall(r'points="([^"]*)"', html)) == {f"{left}.0,{top}.0 {right}.0,{bottom}.0"}
-    assert set(re.findall(r"https?://[^\"]*", html)) <= {"http://www.w3.org/2000/svg"}
-    assert "| minifsdp FSDP2 | 1.3 | 401.6 | 404 |" in costs.large()
-
-
-def test_constant_cost_is_drawn_as_a_horizontal_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from docs_build.drawing import plots
-    from docs_build.recording import records
-
-    monkeypatch.setattr(records, "DATA", tmp_path)
-    recorded(tmp_path / "growth.json", (100.0, 100.0))
-    heights = re.search(r'points="[\d.]+,([\d.]+) [\d.]+,([\d.]+)"', plots.growth("calls ranks", "Calls."))
-    assert heights is not None
-    assert heights[1] == heights[2]
 
 
 def test_page_draws_every_recorded_axis_and_the_large_model() -> None:
@@ -123,8 +79,11 @@ def test_page_text_is_computed_from_record(tmp_path: Path, monkeypatch: pytest.M
     from docs_build.pages import costs
     from docs_build.recording import records
 
+    points = [{"calls": number, "overhead": 90.0} for number in (100.0, 10.0)]
+    axes = {"units": [12, 48], "ranks": [2, 1024], "parameters": [1, 64]}
+    record = {axis: {"torch FSDP2": points, "minifsdp FSDP2": points} for axis in axes}
     monkeypatch.setattr(records, "DATA", tmp_path)
-    recorded(tmp_path / "growth.json", (100.0, 10.0))
+    (tmp_path / "growth.json").write_text(json.dumps({"axes": axes, **record}))
     assert costs.calls("minifsdp") == "10 to 10"
     assert costs.overhead("torch") == costs.overhead("minifsdp") == "90"
     assert costs.calls_by_ranks("torch FSDP2") == "100 to 10"

@@ -29,28 +29,25 @@ def test_addresses_are_unique_and_differ_from_manually_written_ones() -> None:
     assert len(ids + written) == len({*ids, *written})
 
 
-@pytest.mark.parametrize(
-    ("id", "kind", "words"),
-    [
-        ("E-never-gathered", "RuntimeError", "waits for an all-gather that was never issued"),
-        ("E-tied-across-units", "ValueError", "A parameter cannot be tied across units"),
-        ("E-strategy-type", "TypeError", "sharding_strategy must be one of"),
-        ("E-stale-optimizer", "UserWarning", "were replaced when the model was sharded"),
-        ("E-old-spelling", "FutureWarning", "is an old spelling"),
-    ],
-)
-def test_messages_are_read_from_the_source(id: str, kind: str, words: str) -> None:
+KINDS = {
+    "E-never-gathered": ("RuntimeError", "waits for an all-gather that was never issued"),
+    "E-strategy-type": ("TypeError", "sharding_strategy must be one of"),
+    "E-stale-optimizer": ("UserWarning", "were replaced when the model was sharded"),
+    "E-old-spelling": ("FutureWarning", "is an old spelling"),
+}
+
+
+@pytest.mark.parametrize("id", KINDS)
+def test_messages_are_read_from_the_source(id: str) -> None:
     (message,) = [one for one in messages() if one.id == id]
+    kind, words = KINDS[id]
     assert message.kind == kind
     assert words in message.text
 
 
 @pytest.mark.parametrize("name", all_modules())
 def test_every_error_and_warning_gets_its_rank_and_its_address(name: str) -> None:
-    without = [
-        f"line {call.lineno}: {ast.unparse(call)[:80]}" for call in _speaking(path_of(name)) if not _has_ends(call)
-    ]
-    assert without == []
+    assert [ast.unparse(call) for call in _speaking(path_of(name)) if not is_message(call.args[0])] == []
 
 
 def _speaking(path: Path) -> Iterator[ast.Call]:
@@ -68,20 +65,14 @@ def _speaking(path: Path) -> Iterator[ast.Call]:
                 yield node
 
 
-def _has_ends(call: ast.Call) -> bool:
-    return is_message(call.args[0])
-
-
 @pytest.mark.parametrize("kind", ["message", "detail"])
 def test_each_message_template_is_used_with_exactly_its_fields(kind: str) -> None:
     nodes = [node for name in all_modules() for node in ast.walk(ast.parse(path_of(name).read_text()))]
     calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") == kind]
     used = {ast.literal_eval(call.args[0]): {keyword.arg for keyword in call.keywords} for call in calls}
-    assert used == {entry: _named_in(text) for entry, text in texts()[kind].items()}
-
-
-def _named_in(text: str) -> set[str]:
-    return {field for _, field, _, _ in Formatter().parse(text) if field}
+    assert used == {
+        entry: {field for _, field, _, _ in Formatter().parse(text) if field} for entry, text in texts()[kind].items()
+    }
 
 
 @ranks(2)

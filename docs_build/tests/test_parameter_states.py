@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -22,13 +23,8 @@ WITH_GRADIENT = ("after backward", "after `optimizer.step()`", "after `state_dic
 def test_recorded_states_are_those_of_a_new_run() -> None:
     found = parameter_states.observe_all()
     recorded = records.load(parameter_states.NAME)["settings"]
-    assert list(found) == list(recorded)
-    for key, by_rank in found.items():
-        for mine, theirs in zip(by_rank, recorded[key], strict=True):
-            assert list(mine["moments"]) == list(theirs["moments"])
-            for moment, seen in mine["moments"].items():
-                assert seen == theirs["moments"][moment], (key, moment)
-            assert mine["state_dict"] == theirs["state_dict"]
+    # The moments have an order, too.
+    assert json.dumps(found) == json.dumps(recorded)
 
 
 def moments_of(form: str) -> list[tuple[Setting, str, dict[str, Any], int]]:
@@ -55,7 +51,6 @@ def test_flat_parameters_are_registered_except_inside_summon() -> None:
     for _, moment, seen, _ in moments_of("flat"):
         is_summoned = moment in AVAILABLE
         assert seen["is_held"] is not is_summoned
-        assert seen["num_parameters"] == (4 if is_summoned else 2)
         shape = "(3, 4); (3, 4)" if is_summoned else "(8,); (8,)"
         assert seen["parameter"] == f"Parameter; {shape}; float32"
         if moment in COMPUTING:
@@ -67,29 +62,25 @@ def test_flat_parameters_are_registered_except_inside_summon() -> None:
 @pytest.mark.spec("STATE-01")
 def test_original_parameters_are_parts_of_the_flat_shard_between_computations() -> None:
     for setting, moment, seen, rank in moments_of("original"):
-        assert seen["num_parameters"] == 4
-        assert seen["module"] == seen["parameter"]
+        # The flat shards have 8 elements, and the weight has 12.
+        size = (8, 4)[rank]
+        expected = f"Parameter; ({size},); ({size},); float32"
         if moment in AVAILABLE:
-            assert seen["parameter"] == "Parameter; (3, 4); (3, 4); float32"
+            expected = "Parameter; (3, 4); (3, 4); float32"
         elif is_unsharded(setting, moment):
-            assert seen["parameter"] == "Tensor; (3, 4); (3, 4); bfloat16"
-        else:
-            # The flat shards have 8 elements, and the weight has 12.
-            size = (8, 4)[rank]
-            assert seen["parameter"] == f"Parameter; ({size},); ({size},); float32"
+            expected = "Tensor; (3, 4); (3, 4); bfloat16"
+        assert seen["parameter"] == seen["module"] == expected
         assert seen["is_held"] is (moment in AVAILABLE or not is_unsharded(setting, moment))
 
 
 @pytest.mark.spec("STATE-02")
 def test_parameters_of_fully_shard_have_the_original_shape_at_each_moment() -> None:
     for setting, moment, seen, rank in moments_of("fully_shard"):
-        assert (seen["name"], seen["num_parameters"]) == ("block.linear.weight", 4)
-        assert seen["module"] == seen["parameter"]
         unsharded = is_unsharded(setting, moment)
         assert seen["is_held"] is not unsharded
-        rows = (2, 1)[rank]
-        expected = "Parameter; (3, 4); (3, 4); bfloat16" if unsharded else f"DTensor; (3, 4); ({rows}, 4); float32"
-        assert seen["parameter"] == expected
+        sharded = f"DTensor; (3, 4); ({(2, 1)[rank]}, 4); float32"
+        expected = "Parameter; (3, 4); (3, 4); bfloat16" if unsharded else sharded
+        assert seen["parameter"] == seen["module"] == expected
 
 
 @pytest.mark.spec("STATE-03")
@@ -108,12 +99,9 @@ def test_gradients_of_the_optimizers_parameters_are_shards(form: str) -> None:
 def test_unsharded_memory_is_allocated_only_while_it_is_needed(form: str) -> None:
     for setting, moment, seen, _ in moments_of(form):
         is_kept = moment in (NO_GRAD, "after forward") and not setting.reshard_after_forward
+        expected = ["root"] if moment in (NO_GRAD, "after forward") and form != "fully_shard" else []
         if moment in (*COMPUTING, *AVAILABLE) or is_kept:
             expected = ["block", "root"]
-        elif moment in (NO_GRAD, "after forward") and form != "fully_shard":
-            expected = ["root"]
-        else:
-            expected = []
         assert seen["allocated"] == expected, (setting, moment)
 
 
@@ -134,37 +122,15 @@ def test_tables_are_made_from_the_record(monkeypatch: pytest.MonkeyPatch) -> Non
         "| after sharding | DTensor | `(3, 4)` | `(2, 4)` / `(1, 4)` | float32 | `None` | as `p` | yes | no |"
     )
     assert list(lines_of(pages.differences("fully_shard"))) == [NO_GRAD, "after forward"]
-    changed = record["settings"][Setting("fully_shard", False).key][1]["moments"]["after backward"]
-    changed["parameter"] = "Tensor; (7,); (5,); int8"
-    changed["allocated"] = ["block"]
-    assert lines_of(pages.states("fully_shard")) == before
+    assert lines_of(pages.memory())["after forward"].split(" | ")[1:3] == ["root", "none"]
+    settings = record["settings"]
+    changed = settings[Setting("fully_shard", False).key][1]["moments"]["after backward"]
+    changed |= {"parameter": "Tensor; (7,); (5,); int8", "allocated": ["block"]}
     differing = lines_of(pages.differences("fully_shard"))
     assert list(differing) == [NO_GRAD, "after forward", "after backward"]
-    assert (
-        "| DTensor / Tensor | `(3, 4)` / `(7,)` | `(2, 4)` / `(5,)` | float32 / int8 |" in differing["after backward"]
-    )
-    assert differing["after backward"].endswith("| yes | no / yes |")
-
-
-@pytest.mark.spec("STATE-06")
-@pytest.mark.needs("mkdocs")
-def test_equal_strategies_need_no_table_of_differences(monkeypatch: pytest.MonkeyPatch) -> None:
-    from docs_build.pages import parameter_states as pages
-
-    record = records.load(parameter_states.NAME)
-    settings = record["settings"]
-    settings[Setting("flat", False).key] = settings[Setting("flat", True).key]
-    monkeypatch.setattr(records, "load", lambda name: record)
-    assert pages.differences("flat") == "No row differs."
-
-
-@pytest.mark.spec("STATE-06")
-@pytest.mark.needs("mkdocs")
-def test_table_of_memory_names_units_and_shows_where_the_wrappers_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    from docs_build.pages import parameter_states as pages
-
-    record = records.load(parameter_states.NAME)
-    monkeypatch.setattr(records, "load", lambda name: record)
-    assert lines_of(pages.memory())["after forward"].split(" | ")[1:3] == ["root", "none"]
-    record["settings"][Setting("original", True).key][0]["moments"]["after forward"]["allocated"] = []
+    cells = "| DTensor / Tensor | `(3, 4)` / `(7,)` | `(2, 4)` / `(5,)` | float32 / int8 |"
+    assert cells in differing["after backward"]
+    settings[Setting("original", True).key][0]["moments"]["after forward"]["allocated"] = []
     assert lines_of(pages.memory())["after forward"].split(" | ")[1:3] == ["root or none", "none"]
+    settings[Setting("flat", False).key] = settings[Setting("flat", True).key]
+    assert pages.differences("flat") == "No row differs."

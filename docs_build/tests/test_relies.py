@@ -1,7 +1,5 @@
 """The page "What minifsdp relies on" lists exactly the private names of torch that the code uses."""
 
-import ast
-
 import pytest
 
 from docs_build.tests import private_names
@@ -25,13 +23,3 @@ def test_the_number_of_private_names_does_not_grow() -> None:
     of_tools = sum(all(module.startswith(TOOLS) for module in modules) for modules in users)
     assert of_tools <= MOST_OF_TOOLS
     assert len(users) - of_tools <= MOST
-
-
-@pytest.mark.parametrize(("name", "expected"), [("torch._C.x", True), ("torch.nn", False), ("a.__doc__", False)])
-def test_a_name_with_one_underscore_is_private(name: str, expected: bool) -> None:
-    assert private_names.is_private(name) is expected
-
-
-def test_names_of_the_package_are_not_counted() -> None:
-    tree = ast.parse("class A:\n    def _own(self):\n        self._mine = 1")
-    assert {"A", "_own", "_mine"} <= private_names.own_names([tree])

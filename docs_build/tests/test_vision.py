@@ -1,108 +1,57 @@
-"""Elements that differ in colour also differ in another way, or all users can distinguish the colours.
+"""People who lack one kind of cone can distinguish the boxes of a timeline.
 
-The step player has its own test.
+Simulates colours with the method of Machado, Oliveira and Fernandes (2009): one matrix for each kind, applied to linear
+light. Differences are distances in the Lab colour space. A distance of 10 is visible at a glance.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from itertools import combinations
-from typing import Any
 
 import pytest
 
 from docs_build.tests.browser import Tab
-from docs_build.tests.vision import KINDS, Colour, apart
 
-docs = pytest.mark.docs
-needs = pytest.mark.needs("mkdocs")
-
-# For each box of each timeline: its stream, its kind, and the colours of its fill and its border.
-BOXES = """[...document.querySelectorAll('article svg.minifsdp-timeline')].map((svg) => {
-    const bands = [...svg.querySelectorAll('rect.band')].map((one) => one.getBoundingClientRect());
-    return [...svg.querySelectorAll('g.box')].map((box) => {
-        const rect = box.querySelector('rect'), at = rect.getBoundingClientRect();
-        const lane = bands.findIndex((band) => band.top <= at.top + 1 && at.bottom <= band.bottom + 1);
-        return [lane, box.classList[1], getComputedStyle(rect).fill, getComputedStyle(rect).stroke];
-    });
-})"""
-
-
-def colour(text: str) -> Colour:
-    red, green, blue = map(float, re.findall(r"[\d.]+", text)[:3])
-    return red, green, blue
+Numbers = tuple[float, ...]
+KINDS = {
+    "deuteranopia": ((0.367322, 0.860646, -0.227968), (0.280085, 0.672501, 0.047413), (-0.01182, 0.04294, 0.968881)),
+    "protanopia": ((0.152286, 1.052583, -0.204868), (0.114503, 0.786281, 0.099216), (-0.003882, -0.048116, 1.051998)),
+    "tritanopia": ((1.255528, -0.076749, -0.178779), (-0.078411, 0.930809, 0.147602), (0.004733, 0.691367, 0.3039)),
+}
+TO_XYZ = ((0.4124, 0.3576, 0.1805), (0.2126, 0.7152, 0.0722), (0.0193, 0.1192, 0.9505))
+WHITE = (0.9505, 1.0, 1.089)
+# For each box of a timeline: the top of its track, its kind, and the colours of its fill and its border.
+BOX = """[[...e.ownerSVGElement.querySelectorAll('rect.band')].findIndex((band) => {
+    const [at, inside] = [band.getBoundingClientRect(), e.querySelector('rect').getBoundingClientRect()];
+    return at.top <= inside.top + 1 && inside.bottom <= at.bottom + 1; }), e.classList[1],
+    ...['fill', 'stroke'].map((part) => getComputedStyle(e.querySelector('rect'))[part])]"""
 
 
-def test_colour_distances_match_colour_blindness() -> None:
-    green, brown = (120.0, 130.0, 40.0), (150.0, 115.0, 40.0)
-    assert apart(green, brown, "deuteranopia") < 10 < apart(green, brown, "tritanopia")
-    assert all(apart((0, 0, 255), (255, 255, 0), kind) > 60 for kind in KINDS)
-    assert all(apart(brown, brown, kind) == 0 for kind in KINDS)
+def times(matrix: tuple[Numbers, ...], vector: Numbers) -> Numbers:
+    return tuple(sum(a * b for a, b in zip(row, vector, strict=True)) for row in matrix)
 
 
-@docs
-@needs
+def lab(colour: str, kind: str) -> Numbers:
+    """A colour as seen with this kind of colour blindness."""
+    parts = [float(part) / 255 for part in re.findall(r"[\d.]+", colour)[:3]]
+    linear = tuple(part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    seen = tuple(min(1.0, max(0.0, value)) for value in times(KINDS[kind], linear))
+    shares = [value / white for value, white in zip(times(TO_XYZ, seen), WHITE, strict=True)]
+    x, y, z = (math.cbrt(share) if share > 0.008856 else 7.787 * share + 16 / 116 for share in shares)
+    return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
 @pytest.mark.parametrize("scheme", ["default", "slate"])
 @pytest.mark.parametrize("page", ["index.html", "learn/schedule.html", "learn/strategies.html", "streams.html"])
 def test_boxes_in_one_track_have_distinguishable_colours(address: str, tab: Tab, page: str, scheme: str) -> None:
     tab.open(address + page)
     tab.look(f"document.body.setAttribute('data-md-color-scheme', '{scheme}')")
-    pictures: list[list[list[Any]]] = tab.look(BOXES)
-    compared = 0
-    for boxes in pictures:
-        assert boxes
-        assert all(stream >= 0 for stream, *_ in boxes)
-        for number in {stream for stream, *_ in boxes}:
-            looks = {kind: (colour(ground), colour(edge)) for stream, kind, ground, edge in boxes if stream == number}
-            for one, other in combinations(looks, 2):
-                compared += 1
-                seen = {kind: max(map(apart, looks[one], looks[other], [kind] * 2)) for kind in KINDS}
-                assert min(seen.values()) > 10, (one, other, seen)
-    assert compared
-
-
-@docs
-@needs
-def test_parts_of_the_chart_of_strategies_differ_by_pattern(address: str, tab: Tab) -> None:
-    tab.open(address + "tools/calculator.html")
-    tab.wait_for("!!document.querySelector('.calc-chart .calc-part')")
-    patterns = tab.look(
-        "[...document.querySelectorAll('.calc-chart')].map((chart) => ["
-        "...chart.querySelectorAll('.calc-legend .calc-part')].map((one) => getComputedStyle(one).backgroundImage))"
-    )
-    several = [of_chart for of_chart in patterns if len(of_chart) > 1]
-    assert several
-    for of_chart in several:
-        assert len({*of_chart}) == len(of_chart), of_chart
-
-
-@docs
-@needs
-def test_kinds_of_bytes_and_of_links_differ_by_stripes_and_dashes(address: str, tab: Tab) -> None:
-    tab.open(address + "learn/why.html")
-    stripes = tab.look(
-        "[...document.querySelectorAll('.sketch-legend')].map((legend) => [...legend.querySelectorAll('li svg')].map("
-        "(one) => [one.firstElementChild.classList[0], (one.querySelector('.stripes') || one).getAttribute('d')]))"
-    )
-    assert stripes
-    for legend in stripes:
-        kinds = {kind: drawn for kind, drawn in legend if kind in ("p", "g", "o")}
-        assert len({*kinds.values()}) == len(kinds)
-    tab.open(address + "learn/strategies.html")
-    dashes = tab.look(
-        "['within', 'between'].map((kind) => getComputedStyle(document.querySelector(`.sketch .${kind}.link`))"
-        ".strokeDasharray)"
-    )
-    assert dashes[0] != dashes[1]
-
-
-@docs
-@needs
-def test_badges_use_same_text_for_same_colour(address: str, tab: Tab) -> None:
-    tab.open(address + "spec.html")
-    badges = tab.look("[...document.querySelectorAll('.badge')].map((one) => [one.className, one.textContent])")
-    assert len(badges) > 1000
-    looks: dict[str, set[str]] = {}
-    for look, words in badges:
-        looks.setdefault(words, set()).add(look)
-    assert {words: names for words, names in looks.items() if not words or len(names) > 1} == {}
+    boxes = {tuple(box) for box in tab.each("article svg.minifsdp-timeline g.box", BOX)}
+    pairs = [pair for pair in combinations(boxes, 2) if pair[0][0] == pair[1][0] and pair[0][1] != pair[1][1]]
+    assert pairs
+    for one, other in pairs:
+        for kind in KINDS:
+            distances = [math.dist(lab(one[part], kind), lab(other[part], kind)) for part in (2, 3)]
+            assert max(distances) > 10, (one, other, kind)

@@ -1,15 +1,7 @@
-"""Contrast of the texts on a page with their backgrounds, by the formula of WCAG."""
+/* Contrast of the texts on a page with their backgrounds, by the formula of WCAG: a function of a selector.
 
-from __future__ import annotations
-
-import json
-
-from docs_build.tests.browser import Tab
-
-__all__ = ["contrasts"]
-
-# A canvas converts every notation of a colour into numbers. An SVG has no background, only shapes drawn earlier.
-_CODE = """((selector) => {
+   A canvas converts every notation of a colour into numbers. An SVG has no background, only shapes drawn earlier. */
+((selector) => {
     // A link changes its colour slowly; what counts is what it becomes.
     document.head.insertAdjacentHTML('beforeend', '<style>* { transition: none !important; }</style>');
     const canvas = document.createElement('canvas').getContext('2d', { willReadFrequently: true });
@@ -51,9 +43,4 @@ _CODE = """((selector) => {
         const name = e.getAttribute('class') || e.parentElement.getAttribute('class') || e.tagName;
         return [contrast(over(ink, behind), behind), `${isText(e) ? 'svg ' : ''}${name}`];
     }).sort((a, b) => a[0] - b[0]);
-})"""
-
-
-def contrasts(tab: Tab, selector: str) -> list[tuple[float, str]]:
-    """Contrast and class of every visible element that contains text of its own, the lowest contrast first."""
-    return [(ratio, name) for ratio, name in tab.look(f"{_CODE}({json.dumps(selector)})")]
+})
