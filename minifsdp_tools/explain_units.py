@@ -195,7 +195,7 @@ def _existing(
     layout = unit.layout
     mesh = unit.plans[0].mesh
     smaller = mesh_after_forward(unit)
-    modules = [place.module for info in layout.parameters for place in info.attributes]
+    modules = [place.module for info in layout.param_infos for place in info.places]
     return UnitSummary(
         name=name,
         type=type_of(unit.modules[0]),
@@ -232,11 +232,11 @@ def _parameters(layout: Layout, names: Names) -> Iterator[ParameterSummary]:
         ]
         if not layout.use_orig_params:
             # One flat parameter for all.
-            trained_flags *= len(layout.parameters)
+            trained_flags *= len(layout.param_infos)
         dtype = layout.registered.shard.dtype
         numbers = _elements_in_flat(layout.sharding, _ranks(layout.mesh.shard))
         each = zip(
-            layout.parameters, layout.local_shapes, trained_flags, numbers, strict=True
+            layout.param_infos, layout.local_shapes, trained_flags, numbers, strict=True
         )
         for info, shape, trained, owned in each:
             yield ParameterSummary(
@@ -250,9 +250,7 @@ def _ranks(group: Group | None) -> tuple[int, ...]:
 
 def _places(info: ParamInfo, names: Names) -> tuple[str, tuple[str, ...]]:
     """The name of a parameter, and the names of its ties."""
-    first, *ties = [
-        full_name(names[place.module], place.name) for place in info.attributes
-    ]
+    first, *ties = [full_name(names[place.module], place.name) for place in info.places]
     return first, tuple(ties)
 
 

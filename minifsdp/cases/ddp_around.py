@@ -41,7 +41,7 @@ class _Ignored:
             else []
         )
         for unit in units:
-            name = full_name(unit.layout.name, unit.layout.parameters[0].path)
+            name = full_name(unit.layout.name, unit.layout.param_infos[0].path)
             mesh = unit.plans[0].mesh
             group = mesh.shard or mesh.replicate
             raise RuntimeError(

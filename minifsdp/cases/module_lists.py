@@ -71,7 +71,7 @@ class StateOfList(FSDPState):
         output: Any,
     ) -> Any:
         """Registers hooks on the output of each module, because any of them can be the last to run."""
-        output, is_recorded = iteration.watch_output(unit, inputs, output)
+        output, is_recorded = iteration.hook_output(unit, inputs, output)
         self._is_recorded |= is_recorded
         self._waiting -= modules
         if not self._waiting:

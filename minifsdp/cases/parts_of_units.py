@@ -50,7 +50,7 @@ def register_hooks(unit: FlatUnit | None) -> None:
         not unit.layout.use_orig_params or unit.plans[0].mesh.shard is not None
     ):
         for module in {
-            place.module for info in unit.layout.parameters for place in info.attributes
+            place.module for info in unit.layout.param_infos for place in info.places
         }:
             _units[module] = weakref.ref(unit)
             module.register_state_dict_pre_hook(refuse_part)

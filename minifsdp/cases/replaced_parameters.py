@@ -54,7 +54,7 @@ class ReplacedParameters:
             layout: Any = unit.layout
             if unit.phase is Phase.SUMMONED:
                 continue
-            if layout.shards_are_distributed:
+            if layout.shards_are_dtensors:
                 accept_changes(layout, is_converted=is_converted)
             elif is_converted:
                 layout.refresh()

@@ -112,7 +112,7 @@ class RequestedParameters:
             except RuntimeError as error:
                 # Raised for a parameter that is requested with `autograd.grad`.
                 raise RuntimeError(message("autograd-grad", unit=unit.name)) from error
-            if unit.layout.shards_are_distributed:
+            if unit.layout.shards_are_dtensors:
                 # Each parameter has its own leaf.
                 leaves = [
                     leaf

@@ -26,7 +26,7 @@ from minifsdp.engine.messages import message, warn
 def use_dense_gradients(found: Mapping[nn.Parameter, ParamInfo]) -> None:
     """Sets ``sparse=False`` on the embeddings of these parameters."""
     for first in found.values():
-        for info in first.attributes:
+        for info in first.places:
             if (
                 isinstance(info.module, nn.Embedding | nn.EmbeddingBag)
                 and info.module.sparse

@@ -71,7 +71,7 @@ def keep_changes(*units: Unit) -> None:
         layout: Any = unit.layout
         if unit.state is State.SHARDED or layout.is_borrowed:
             continue
-        if not layout.shards_are_distributed:
+        if not layout.shards_are_dtensors:
             if layout.unsharded.leaf._version != layout.unsharded.version:
                 _keep_flat(layout)
             continue

@@ -107,8 +107,8 @@ class UnitCodec:
         self._sharding = self.layout.sharding
         self.places = self._sharding.param_ranges(self.mesh.shard_index)
         slots: dict[nn.Module, list[tuple[int, str]]] = {}
-        for number, info in enumerate(self.layout.parameters):
-            for slot in info.attributes:
+        for number, info in enumerate(self.layout.param_infos):
+            for slot in info.places:
                 slots.setdefault(slot.module, []).append((number, slot.name))
         paths = wrapper.module.named_modules(remove_duplicate=False)
         self.keys = {
@@ -117,7 +117,7 @@ class UnitCodec:
             for n, name in slots.get(m, [])
         }
         self.shapes = {
-            key: self.layout.parameters[number].shape
+            key: self.layout.param_infos[number].shape
             for key, number in self.keys.items()
         }
         owners = self.layout.local_parameters

@@ -39,8 +39,8 @@ def register_hooks(state: FSDPState) -> None:
         show_sharded = functools.partial(_show_sharded, weakref.ref(state.unit))
         for module in {
             slot.module
-            for owned in state.unit.layout.parameters
-            for slot in owned.attributes
+            for owned in state.unit.layout.param_infos
+            for slot in owned.places
         }:
             module.register_state_dict_pre_hook(show_sharded)
             module.register_load_state_dict_pre_hook(show_sharded)

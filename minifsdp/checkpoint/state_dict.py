@@ -233,7 +233,7 @@ def full_parameters(unit: FlatUnit, *, writeback: bool) -> Generator[None]:
 
 def _places_of(unit: FlatUnit) -> list[ParamInfo]:
     """Every place where a parameter of the unit is registered."""
-    return [place for info in unit.layout.parameters for place in info.attributes]
+    return [place for info in unit.layout.param_infos for place in info.places]
 
 
 # ---- after the walk -------------------------------------------------------------------------------------------------

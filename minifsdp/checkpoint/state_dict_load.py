@@ -192,7 +192,7 @@ def _drop_own_tensors(
     own |= {
         id(getattr(info.module, info.name))
         for layout in sharded
-        for info in layout.parameters
+        for info in layout.param_infos
     }
     for key in [key for key in state if key.startswith(prefix)]:
         is_flat = key.endswith(FLAT_NAME) and isinstance(state[key], nn.Parameter)

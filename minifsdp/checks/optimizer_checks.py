@@ -105,9 +105,7 @@ class OptimizerChecks:
             for one in type(optimizer).__mro__
             for name in _WHOLE
         )
-        if is_whole and any(
-            one.group and not one.shards_are_distributed for one in found
-        ):
+        if is_whole and any(one.group and not one.shards_are_dtensors for one in found):
             warn(message("whole-parameter-optimizer", type=kind))
         if found and optimizer not in self._with_hook:
             self._with_hook.add(optimizer)
@@ -159,7 +157,7 @@ class OptimizerChecks:
         if waiting := [
             layout.name
             for layout in mine
-            if layout.shards_are_distributed and layout.has_unreduced
+            if layout.shards_are_dtensors and layout.has_unreduced
         ]:
             warn(
                 message(

@@ -44,7 +44,7 @@ def check_free(parameters: Mapping[nn.Parameter, ParamInfo]) -> None:
         ValueError: if another unit has taken one of their attributes, or another attribute with the same tensor.
     """
     for parameter, first in parameters.items():
-        for info in first.attributes:
+        for info in first.places:
             if first_path := _places.get(info.module, {}).get(info.name):
                 raise ValueError(
                     message(
@@ -73,7 +73,7 @@ def take(
         taken[original] = first.path
         if first.module._parameters.get(first.name) is not original:
             replaced[original] = first.path
-        for info in () if is_flat else first.attributes:
+        for info in () if is_flat else first.places:
             # Store module and name. A reference to the new tensor, even a weak one, makes `to()` fail for a DTensor.
             _places.setdefault(info.module, {})[info.name] = first.path
 

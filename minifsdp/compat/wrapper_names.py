@@ -67,7 +67,7 @@ class Slice:
         self._unit = unit
         self._shard = unit.layout.registered.shard
         self.requires_grad = unit.layout.registered.requires_grad
-        self._fqns = tuple(owned.path for owned in unit.layout.parameters)
+        self._fqns = tuple(owned.path for owned in unit.layout.param_infos)
 
     def __getattr__(self, name: str) -> Any:
         """The attributes and methods of the shard that are listed above.

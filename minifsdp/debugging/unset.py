@@ -152,10 +152,10 @@ def _refuse_unset(modules: Sequence[nn.Module], root_state: RootState) -> None:
 def _unset_in_units(root_state: RootState) -> Iterator[str]:
     for unit in root_state.units:
         for info, local_shard in zip(
-            unit.layout.parameters, _local_shards(unit.layout), strict=True
+            unit.layout.param_infos, _local_shards(unit.layout), strict=True
         ):
             if any(
-                attribute.module in _made for attribute in info.attributes
+                attribute.module in _made for attribute in info.places
             ) and _is_unset(local_shard):
                 yield full_name(unit.layout.name, info.path)
 

@@ -61,7 +61,7 @@ def check_values() -> Iterator[None]:
     with (
         attached(RootState, "begin_forward", _after_begin),
         attached(IterationState, "pre_forward", _after_gather),
-        attached(IterationState, "watch_output", _after_module),
+        attached(IterationState, "hook_output", _after_module),
         attached(RootState, "end_forward", _after_forward),
         attached(FlatLayout, "take_gradient", _after_gradient),
         attached(PerParameterLayout, "take_gradient", _after_gradient),
@@ -88,7 +88,7 @@ def _after_begin(
 
 def _after_gather(_: None, iteration: IterationState, unit: Unit) -> None:
     if unit.phase is Phase.FORWARD:
-        infos = unit.layout.parameters
+        infos = unit.layout.param_infos
         _record_first(
             unit.layout,
             [getattr(info.module, info.name) for info in infos],
@@ -123,10 +123,10 @@ def _after_gradient(
     if gradient is None:
         return
     parts: Sequence[torch.Tensor] = gradient.parts
-    infos = [layout.parameters[number] for number in gradient.numbers]
+    infos = [layout.param_infos[number] for number in gradient.indices]
     if isinstance(layout, FlatLayout):
         # One flat tensor, with padding after the last parameter, and no numbers.
-        infos = list(layout.parameters)
+        infos = list(layout.param_infos)
         parts = parts[0].split(layout.sharding.split_sizes)[: len(infos)]
     _record_first(
         layout,

@@ -64,7 +64,7 @@ class LeafHooks:
         unit: the unit.
         pre_backward: called when the gradient of the unit's output is computed.
         post_backward: called by `InputsHooks` only, when the gradients of the inputs are complete.
-        close: called at the end of the unit's backward if the unit has no trainable parameters.
+        finish: called at the end of the unit's backward if the unit has no trainable parameters.
 
     Attributes:
         num_recorded: number of recorded forwards since the last backward, only for units without trainable parameters.
@@ -75,21 +75,21 @@ class LeafHooks:
         unit: Unit,
         pre_backward: UnitCallback,
         post_backward: UnitCallback,
-        close: UnitCallback,
+        finish: UnitCallback,
     ) -> None:
         self.num_recorded = 0
         self._unit = unit
         self._post_backward = post_backward
-        self._close = close
+        self._finish = finish
         self._pre_backward: Callable[[torch.Tensor], None] = lambda _: pre_backward(
             unit
         )
 
-    def watch_inputs(self, inputs: Any) -> Any:
+    def hook_inputs(self, inputs: Any) -> Any:
         """Called before a forward; returns ``inputs`` as the unit's module must receive them."""
         return inputs
 
-    def watch_output(self, inputs: Any, output: Any) -> bool:
+    def hook_output(self, inputs: Any, output: Any) -> bool:
         """Called after a forward: registers the pre-backward hook, and hooks the inputs of a frozen unit.
 
         Returns:
@@ -106,7 +106,7 @@ class LeafHooks:
             if hooked:
                 register_multi_grad_hook(
                     hooked,
-                    lambda _: self._close(unit) if self.num_recorded == 1 else None,
+                    lambda _: self._finish(unit) if self.num_recorded == 1 else None,
                 )
         return is_registered
 
@@ -118,7 +118,7 @@ class LeafHooks:
 class InputsHooks(LeafHooks):
     """2. A hook of the inputs calls the post-backward hook. The end of backward handles the remaining cases."""
 
-    def watch_inputs(self, inputs: Any) -> Any:
+    def hook_inputs(self, inputs: Any) -> Any:
         """Returns ``inputs`` with views, whose hook runs when their gradients are computed."""
         if not torch.is_grad_enabled() or self._unit.phase is not Phase.FORWARD:
             return inputs
@@ -162,7 +162,7 @@ class InputsHooks(LeafHooks):
         if self._unit.phase is Phase.PRE_BACKWARD:
             self._post_backward(self._unit)
 
-    def watch_output(self, inputs: Any, output: Any) -> bool:
+    def hook_output(self, inputs: Any, output: Any) -> bool:
         """Registers the pre-backward hook, except on inputs that the module returns unchanged in a container."""
         return register_pre_backward_hook(
             output, self._pre_backward, apart_from=inputs, inputs=inputs

@@ -96,7 +96,7 @@ class FlatLayout(Layout):
         self.device = device
         self.offloads = offload
         self.use_orig_params = use_orig_params
-        self.parameters = list(parameters.values())
+        self.param_infos = list(parameters.values())
         self.specs = [
             original._spec if isinstance(original, DTensor) else None
             for original in parameters
@@ -139,13 +139,13 @@ class FlatLayout(Layout):
         dict_of = operator.attrgetter("_parameters") if use_orig_params else vars
         self.attributes = [
             (dict_of(attribute.module), attribute, index)
-            for index, info in enumerate(self.parameters)
-            for attribute in info.attributes
+            for index, info in enumerate(self.param_infos)
+            for attribute in info.places
         ]
         # A flat parameter whose memory the modules use directly is always unsharded.
         always = self.is_borrowed and not use_orig_params
         # Placeholders raise an error without a guard.
-        self._guards = guards_for(self.parameters) if use_orig_params or always else []
+        self._guards = guards_for(self.param_infos) if use_orig_params or always else []
         self._is_guarded = False
         self._assign(
             self.views_of(self.unsharded.leaf)

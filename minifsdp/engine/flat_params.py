@@ -179,7 +179,7 @@ class RegisteredFlatParam(RegisteredParams):
             parameters.items(), placeholders, strict=True
         ):
             placeholder._backward_hooks = original._backward_hooks
-            for attribute in info.attributes:
+            for attribute in info.places:
                 delattr(attribute.module, attribute.name)
         _flattened.setdefault(module, set()).add(FLAT_NAME)
         self.use_sharded_params()
@@ -227,7 +227,7 @@ class RegisteredOrigParams(RegisteredParams):
         self._shard_views = self.parts(shard)
         self._paths = [info.path for info in parameters.values()]
         for info in parameters.values():
-            for attribute in info.attributes:
+            for attribute in info.places:
                 _flattened.setdefault(attribute.module, set()).add(attribute.name)
         frozen = _frozen_among_trained(parameters)
         if frozen:

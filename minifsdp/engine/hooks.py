@@ -106,7 +106,7 @@ class IterationState:
                 else backward_hooks.InputsHooks
             )
             self.backward_hooks[unit] = kind(
-                unit, self.pre_backward, self.post_backward, self._close
+                unit, self.pre_backward, self.post_backward, self._finish_backward
             )
 
     # --- forward ---
@@ -129,7 +129,7 @@ class IterationState:
         if events.recorder is not None:
             events.recorder.begin("F", unit.name)
 
-    def watch_output(self, unit: Unit, inputs: Any, output: Any) -> tuple[Any, bool]:
+    def hook_output(self, unit: Unit, inputs: Any, output: Any) -> tuple[Any, bool]:
         """1. Registers the pre-backward hook on the output of a module.
 
         Returns:
@@ -139,10 +139,10 @@ class IterationState:
             output = extend(unit, output)
         return output, torch.is_grad_enabled() and self.backward_hooks[
             unit
-        ].watch_output(inputs, output)
+        ].hook_output(inputs, output)
 
     def leave_forward(self, unit: Unit, *, is_recorded: bool) -> None:
-        """Ends the forward of the unit. Call `watch_output` for the outputs of all its modules first."""
+        """Ends the forward of the unit. Call `hook_output` for the outputs of all its modules first."""
         if events.recorder is not None:
             events.recorder.end("F", unit.name)
         unit.phase = Phase.IDLE
@@ -231,7 +231,7 @@ class IterationState:
             return
         # One plan for each mesh. Nearly always there is one.
         for plan in unit.plans:
-            part = gradient if plan.numbers is None else gradient.only(plan.numbers)
+            part = gradient if plan.indices is None else gradient.only(plan.indices)
             if part.parts:
                 self.reducer.reduce(unit.layout, plan, part)
 
@@ -257,7 +257,7 @@ class IterationState:
         if is_freed and deferred.phase is not Phase.PRE_BACKWARD:
             deferred.reshard()
 
-    def _close(self, unit: Unit) -> None:
+    def _finish_backward(self, unit: Unit) -> None:
         """Ends this backward for the unit."""
         unit.phase = Phase.IDLE
         unit.uses.awaits_backward = False
@@ -291,7 +291,7 @@ class IterationState:
             observer.reduced()
         for unit in self.units:
             if unit.state is not State.SHARDED and unit.phase is not Phase.SUMMONED:
-                self._close(unit)
+                self._finish_backward(unit)
         self.schedule.end_iteration()
         self._forget_backward()
 

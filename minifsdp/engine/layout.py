@@ -59,7 +59,7 @@ class ParamInfo:
     ties: list[ParamInfo] = field(default_factory=list)
 
     @property
-    def attributes(self) -> list[ParamInfo]:
+    def places(self) -> list[ParamInfo]:
         """Every module attribute that refers to the parameter, this one first."""
         return [self, *self.ties]
 
@@ -77,20 +77,20 @@ class Gradient:
 
     Attributes:
         parts: the tensors; a flat layout has one, for all parameters.
-        numbers: the parameter of each tensor, as an index into `Layout.parameters`, ascending; empty in a flat layout.
+        indices: the parameter of each tensor, as an index into `Layout.param_infos`, ascending; empty in a flat layout.
     """
 
     parts: list[torch.Tensor]
-    numbers: list[int] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
 
-    def only(self, numbers: Container[int]) -> Gradient:
+    def only(self, indices: Container[int]) -> Gradient:
         """The gradients of these parameters."""
         chosen = [
-            index for index, number in enumerate(self.numbers) if number in numbers
+            index for index, number in enumerate(self.indices) if number in indices
         ]
         return Gradient(
             [self.parts[index] for index in chosen],
-            [self.numbers[index] for index in chosen],
+            [self.indices[index] for index in chosen],
         )
 
 
@@ -165,7 +165,7 @@ def replaced_error(layout: Layout, info: ParamInfo) -> RuntimeError:
     """The error for a module attribute whose tensor is not the tensor that the layout registered."""
     path = full_name(layout.name, info.path)
     kind = type(info.module).__name__
-    if layout.shards_are_distributed:
+    if layout.shards_are_dtensors:
         return RuntimeError(message("replaced-dtensor", parameter=path, type=kind))
     return RuntimeError(message("replaced-parameter", parameter=path, type=kind))
 
@@ -190,13 +190,13 @@ class Layout(Protocol):
         num_bytes: size of the unsharded parameters, including padding.
         offloads: whether shard and gradient are on the CPU between computations.
         group: the ranks of the next all-gather; ``None`` if it needs no other rank.
-        parameters: the unit's original parameters, in order.
+        param_infos: the unit's original parameters, in order.
         local_parameters: the parameters of this unit that the optimizer updates.
         leaves: the leaves that autograd computes gradients of; one for each of `local_parameters`, or for all of them.
         reduces_unused: whether the reduction includes zeros for trainable parameters without a gradient.
         is_borrowed: whether the unsharded parameters have no memory of their own.
         is_summoned: whether the modules have the parameters from ``summon_full_params``.
-        shards_are_distributed: whether the optimizer's parameters are DTensors, which compute over all ranks.
+        shards_are_dtensors: whether the optimizer's parameters are DTensors, which compute over all ranks.
         steps: the number of optimizer steps, shared by all units of the root. So the ranks agree about it, even if an
             optimizer of one rank holds no parameters of this layout.
         stepped_at: the number of the last of these steps in which parameters of this layout had gradients.
@@ -209,7 +209,7 @@ class Layout(Protocol):
     num_bytes: int
     offloads: bool
     group: Group | None
-    parameters: list[ParamInfo]
+    param_infos: list[ParamInfo]
     local_parameters: list[nn.Parameter]
     leaves: list[torch.Tensor]
     reduces_unused: bool = False
@@ -217,7 +217,7 @@ class Layout(Protocol):
     stepped_at: int = 0
     is_borrowed: bool
     is_summoned: bool = False
-    shards_are_distributed: bool = False
+    shards_are_dtensors: bool = False
 
     # --- the unsharded tensor ---
 

@@ -74,7 +74,7 @@ class PerParameterLayout(Layout):
         has_copied: whether values were copied into a bucket since the last all-gather began.
     """
 
-    shards_are_distributed = True
+    shards_are_dtensors = True
 
     @lifetime.outside_inference_mode
     def __init__(self, params: Sequence[ShardedParam], options: Options) -> None:
@@ -84,11 +84,11 @@ class PerParameterLayout(Layout):
         self.precision = options.precision
         self.offloads = options.offload
         self._pins = options.pin
-        self.parameters = [param.info for param in params]
+        self.param_infos = [param.info for param in params]
         places = [
             (info, index)
-            for index, first in enumerate(self.parameters)
-            for info in first.attributes
+            for index, first in enumerate(self.param_infos)
+            for info in first.places
         ]
         self.attributes = [
             (info.module._parameters, info, index) for info, index in places
@@ -254,7 +254,7 @@ class PerParameterLayout(Layout):
                     param.shape, dtype=param.leaf.dtype, device=self.device
                 )
             if part is not None and 0 not in part.shape:
-                taken.numbers.append(number)
+                taken.indices.append(number)
                 taken.parts.append(part)
             elif part is not None:
                 # A parameter without elements has nothing to reduce, but the optimizer needs a gradient.
@@ -263,7 +263,7 @@ class PerParameterLayout(Layout):
 
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Accumulates in the reduce dtype."""
-        for number, part in zip(gradient.numbers, gradient.parts, strict=True):
+        for number, part in zip(gradient.indices, gradient.parts, strict=True):
             param = self.params[number]
             if param.unreduced is None:
                 param.unreduced = part.to(self.precision.reduces_in(part.dtype))
@@ -282,8 +282,8 @@ class PerParameterLayout(Layout):
         parts = []
         needs_cast = dtype.is_complex
         chunk_numel = 0
-        num = self.params[gradient.numbers[0]].num_shards
-        for number, part in zip(gradient.numbers, gradient.parts, strict=True):
+        num = self.params[gradient.indices[0]].num_shards
+        for number, part in zip(gradient.indices, gradient.parts, strict=True):
             param = self.params[number]
             parts.append(
                 part if param.dim == 0 else torch.cat(part.chunk(num, param.dim))
@@ -313,9 +313,9 @@ class PerParameterLayout(Layout):
         device = self.params[0].local_shard.device
         if local_shard.device != device:
             local_shard = local_shard.to(device)
-        sizes = [self.params[number].chunk_numel for number in gradient.numbers]
+        sizes = [self.params[number].chunk_numel for number in gradient.indices]
         for number, part in zip(
-            gradient.numbers, local_shard.split_with_sizes(sizes), strict=True
+            gradient.indices, local_shard.split_with_sizes(sizes), strict=True
         ):
             param = self.params[number]
             numel = param.local_shard.numel()

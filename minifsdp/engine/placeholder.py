@@ -107,7 +107,7 @@ def guards_for(
     modules = {
         info.module: (info.path, info.shape)
         for first in parameters
-        for info in first.attributes
+        for info in first.places
     }
     return [
         (module._forward_pre_hooks, functools.partial(_raise_absent, *where))

@@ -69,7 +69,7 @@ class ReducePlan:
 
     Attributes:
         mesh: the shard group and the replicate group.
-        numbers: the parameters of this plan, as indices into `Layout.parameters`; ``None`` for all.
+        indices: the parameters of this plan, as indices into `Layout.param_infos`; ``None`` for all.
         dtype: the reduce dtype.
         scaling: the divisors.
         hook: the user's communication hook, which replaces stages 2 to 5. For a sharded unit,
@@ -89,15 +89,15 @@ class ReducePlan:
     overlaps: bool = True
     partial: tuple[list[int], torch.Tensor] | None = None
     after: Callable[[torch.Tensor], None] | None = None
-    numbers: frozenset[int] | None = None
+    indices: frozenset[int] | None = None
     computed_in: torch.dtype | None = None
 
     @classmethod
     def mean(
-        cls, mesh: MeshGroups, dtype: torch.dtype, numbers: frozenset[int] | None = None
+        cls, mesh: MeshGroups, dtype: torch.dtype, indices: frozenset[int] | None = None
     ) -> ReducePlan:
         """The mean over all ranks of the mesh."""
-        return cls(mesh, dtype, Scaling.of(mesh.num_ranks, dtype), numbers=numbers)
+        return cls(mesh, dtype, Scaling.of(mesh.num_ranks, dtype), indices=indices)
 
     def use(self, dtype: torch.dtype) -> None:
         """Changes the reduce dtype to ``dtype``."""
@@ -176,10 +176,10 @@ class Reducer:
             self._in_flight = None
             self._complete(before)
             before = None
-        if plan.partial is not None and plan.partial[0] != gradient.numbers:
+        if plan.partial is not None and plan.partial[0] != gradient.indices:
             # Check before the stream reads the gradient, because after an error nothing would keep the gradient alive.
             waiting = len(plan.partial[0])
-            added = len(gradient.numbers)
+            added = len(gradient.indices)
             raise RuntimeError(
                 message("uneven-partial", name=layout.name, waiting=waiting, new=added)
             )
@@ -287,7 +287,7 @@ class Reducer:
             if events.recorder is not None:
                 new.event = events.recorder.reduction_begins("RS", new, shard, "reduce")
             return collectives.reduce_scatter(
-                shard, new.local_shard, new.whole, name, new.gradient.numbers
+                shard, new.local_shard, new.whole, name, new.gradient.indices
             )
         if replicas is not None and new.all_reduces:
             # 4. Without a shard group the all-reduce is the only collective, so it can be issued immediately.
@@ -297,7 +297,7 @@ class Reducer:
                     "AR", new, replicas, "reduce"
                 )
             return collectives.all_reduce(
-                replicas, new.local_shard, name, new.gradient.numbers
+                replicas, new.local_shard, name, new.gradient.indices
             )
         return COMPLETED
 
@@ -372,7 +372,7 @@ def _end(item: _InFlight) -> None:
         ):
             _add_partial(item)
             if not item.all_reduces:
-                plan.partial = (item.gradient.numbers, item.local_shard)
+                plan.partial = (item.gradient.indices, item.local_shard)
                 return
             if events.recorder is not None:
                 item.event = events.recorder.reduction_begins(
@@ -380,7 +380,7 @@ def _end(item: _InFlight) -> None:
                 )
             # 4. Over the replicas.
             collectives.all_reduce(
-                replicas, item.local_shard, item.layout.name, item.gradient.numbers
+                replicas, item.local_shard, item.layout.name, item.gradient.indices
             ).wait()
             if events.recorder is not None:
                 events.recorder.finish(item.event)

@@ -215,7 +215,7 @@ def leave_forward(
         if torch.is_grad_enabled():
             register_pre_backward_hook(output, partial(_check_still_summoned, unit))
     elif unit.phase is not Phase.PRE_BACKWARD:
-        output, is_recorded = iteration.watch_output(unit, inputs, output)
+        output, is_recorded = iteration.hook_output(unit, inputs, output)
         iteration.leave_forward(unit, is_recorded=is_recorded)
     return output
 

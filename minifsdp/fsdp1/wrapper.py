@@ -346,7 +346,7 @@ class Wrapper(nn.Module):
         ) and (self.module.training or not self._full_precision_in_eval)
         if unit is not None and unit.layout.is_summoned:
             # The full parameters have the stored dtype, and they may be on the CPU.
-            first = unit.layout.parameters[0]
+            first = unit.layout.param_infos[0]
             full_param = getattr(first.module, first.name)
             casts = dtype is not None
             device = full_param.device

@@ -139,7 +139,7 @@ class FSDPState(TorchAttributes):
         ):
             return args, kwargs
         root_state.iteration.pre_forward(self.unit)
-        return root_state.iteration.backward_hooks[self.unit].watch_inputs(
+        return root_state.iteration.backward_hooks[self.unit].hook_inputs(
             (args, kwargs)
         )
 
@@ -181,7 +181,7 @@ class FSDPState(TorchAttributes):
         output: Any,
     ) -> Any:
         """Called when ``modules`` have finished. Ends the forward of the unit. Returns the output to use."""
-        output, is_recorded = iteration.watch_output(unit, inputs, output)
+        output, is_recorded = iteration.hook_output(unit, inputs, output)
         iteration.leave_forward(unit, is_recorded=is_recorded)
         return output
 

@@ -72,8 +72,8 @@ def full_gradients(model: FSDP) -> dict[str, Tensor | None]:
             continue
         layout: Any = wrapper._unit.layout
         local_shard = _gradient_piece(layout)
-        views = [None] * len(layout.parameters) if local_shard is None else _put_together(layout, local_shard)
-        for owned, view in zip(layout.parameters, views, strict=True):
+        views = [None] * len(layout.param_infos) if local_shard is None else _put_together(layout, local_shard)
+        for owned, view in zip(layout.param_infos, views, strict=True):
             found[clean_name(f"{prefix}.{owned.path}".removeprefix("."))] = view
     return found
 
@@ -100,7 +100,7 @@ def _put_together(layout: Any, local_shard: Tensor) -> list[Tensor]:
         row = torch.cat(local_shards)
     padding = row[layout.sharding.numel :]
     assert padding.eq(0).all(), f"rank {dist.get_rank()}: the padding of a gradient is {padding}"
-    return layout.sharding.views(row, [info.shape for info in layout.parameters])
+    return layout.sharding.views(row, [info.shape for info in layout.param_infos])
 
 
 def mean_gradients(plain: nn.Module, loss: Loss, ranks: range | None = None) -> dict[str, Tensor | None]:

@@ -14,12 +14,12 @@ def take_gradient(self, *, with_unreduced: bool) -> Gradient | None:
         parts = [part for part in found if part is not None]
         if parts:
             taken.parts.append(parts[0] if len(parts) == 1 else parts[0] + parts[1])
-            taken.numbers.append(number)
+            taken.indices.append(number)
     return taken if taken.parts else None
 
 
 def keep_unreduced(self, gradient: Gradient) -> None:
-    for number, part in zip(gradient.numbers, gradient.parts, strict=True):
+    for number, part in zip(gradient.indices, gradient.parts, strict=True):
         param = self.params[number]
         part = part.to(self.precision.reduces_in(part.dtype))
         if param.unreduced is not None:

@@ -11,8 +11,8 @@ def reduce(self, layout: Layout, plan: ReducePlan, gradient: Gradient) -> None:
     result = packed
     if plan.mesh.shard is not None:
         result = packed.new_empty(packed.numel() // plan.mesh.shard.size)
-        collectives.reduce_scatter(plan.mesh.shard, result, packed, layout.name, gradient.numbers).wait()
+        collectives.reduce_scatter(plan.mesh.shard, result, packed, layout.name, gradient.indices).wait()
     if plan.mesh.replicate is not None:
-        collectives.all_reduce(plan.mesh.replicate, result, layout.name, gradient.numbers).wait()
+        collectives.all_reduce(plan.mesh.replicate, result, layout.name, gradient.indices).wait()
     plan.scaling.complete(result)
     layout.accept_gradient(gradient, result)
