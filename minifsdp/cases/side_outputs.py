@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from minifsdp.engine.backward_hooks import (
@@ -37,7 +38,7 @@ from minifsdp.engine.backward_hooks import (
     register_pre_backward_hook,
 )
 from minifsdp.engine.root import RootState
-from minifsdp.engine.unit import Phase, State, Unit
+from minifsdp.engine.unit import Phase, Unit
 
 # The key of the added hook in the forward hooks of a module.
 WATCH = "minifsdp: side outputs"
@@ -85,21 +86,34 @@ class SideOutputs:
         if not self._iteration.is_recorded:
             return output
         if self._attributes is None:
-            # Attributes of `nn.Module` itself begin with an underscore. A unit that stays unsharded needs no hook.
+            # A unit that stays unsharded may have views of its parameters as attributes.
+            parameters = {
+                (place.module, place.name)
+                for unit in self._iteration.units
+                for info in unit.layout.param_infos
+                for place in info.places
+            }
+            # Attributes of `nn.Module` itself begin with an underscore.
             self._attributes = [
                 (unit, vars(module), name)
                 for module, unit in self._unit_of.items()
-                if unit.state is State.SHARDED
                 for name in vars(module)
-                if not name.startswith("_") and _kept_in(vars(module), name)
+                if (module, name) not in parameters
+                and not name.startswith("_")
+                and _kept_in(vars(module), name)
             ]
         for unit, values, name in self._attributes:
-            # A tensor may stay for many forwards, and needs one hook. If the unit's forward was not recorded, the
-            # tensor is the output of reentrant checkpointing, which records the forward in backward.
+            # A tensor may stay for many forwards, and needs one hook. If the unit's forward
+            # was not recorded, the output of an autograd function is that of reentrant
+            # checkpointing, which records the forward in backward.
             new = [
                 tensor
                 for tensor in _kept_in(values, name)
-                if unit.uses.awaits_backward and tensor not in self._watched
+                if tensor not in self._watched
+                and (
+                    unit.uses.awaits_backward
+                    or not isinstance(tensor.grad_fn, BackwardCFunction)
+                )
             ]
             self._watched.update((tensor, True) for tensor in new)
             self._watch(unit, None, None, new)

@@ -154,7 +154,7 @@ def _record_first(
     """
     if layout in _found:
         return
-    values = [local_tensor(tensor.detach()) for tensor in tensors]
+    values = [_local_values(tensor) for tensor in tensors]
     sums = [
         value.sum()
         for value in values
@@ -171,6 +171,14 @@ def _record_first(
             counts = f"{num_nan} nan and {num_inf} inf among {value.numel()} values"
             _found[layout] = describe(number, counts)
             return
+
+
+def _local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's values. Values of 8-bit floats are in float32, because torch has no sum of them."""
+    values = local_tensor(tensor.detach())
+    if values.is_floating_point() and values.itemsize == 1:
+        return values.float()
+    return values
 
 
 # --- where ranks agree ---

@@ -137,3 +137,28 @@ def test_new_memory_of_any_integer_dtype_has_its_largest_value(dtype: torch.dtyp
     with minifsdp.debug("meta"):
         layer.to_empty(device="cpu")
     assert layer.table.tolist() == [torch.iinfo(dtype).max] * 4
+
+
+class Quantizer(nn.Linear):
+    """A unit that returns 8-bit floats."""
+
+    dtype = torch.float8_e4m3fn
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).to(self.dtype)
+
+
+@pytest.mark.spec("DEBUG-05")
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@all_apis
+@ranks(2)
+def test_an_activation_of_8_bit_floats_is_named_only_if_it_is_not_finite(api: Api, dtype: torch.dtype) -> None:
+    layer = Quantizer(WIDTH, WIDTH)
+    layer.dtype = dtype
+    model = shard(api, layer)
+    x = batch()
+    with minifsdp.debug("values"), torch.no_grad():
+        assert model(x).dtype is dtype
+        x[0] = float("nan")
+        with pytest.raises(RuntimeError, match=f"activation that unit '0' returned: {WIDTH} nan and 0"):
+            model(x)

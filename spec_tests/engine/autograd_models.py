@@ -28,6 +28,12 @@ class Block(nn.Module):
         return y
 
 
+class OnlyKeeps(Block):
+    def forward(self, x: Tensor) -> Any:
+        super().forward(x)
+        return x
+
+
 class InPlace(Block):
     def forward(self, x: Tensor) -> Any:
         x = nn.functional.relu(x, inplace=True)
