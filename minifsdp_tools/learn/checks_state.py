@@ -66,10 +66,10 @@ def takes_gradients() -> None:
         got = _taken(layout, *given, with_unreduced=True)
         expect({"no-gradient": isinstance(got, Gradient)}, got=type(got).__name__)
         expect(
-            {"gradients": (_numbers(got), [*got.numbers]) == right},
+            {"gradients": (_numbers(got), [*got.indices]) == right},
             given=given,
             got=_numbers(got),
-            numbers=got.numbers,
+            numbers=got.indices,
         )
     got = layout.take_gradient(with_unreduced=True)
     expect({"empty-gradient": got is None}, got=got)
@@ -102,15 +102,15 @@ def unused_parameter() -> None:
     expect({"ignores-numbers": kept == [False, True]})
     got = _taken(layout, 1.0, None, with_unreduced=False)
     expect(
-        {"included-too-early": [*got.numbers] == [0] and _numbers(got) == [1.0]},
+        {"included-too-early": [*got.indices] == [0] and _numbers(got) == [1.0]},
         got=_numbers(got),
-        numbers=got.numbers,
+        numbers=got.indices,
     )
     layout.keep_unreduced(got)
     got = _taken(layout, None, 1.0, with_unreduced=True)
     expect(
-        {"lost": [*got.numbers] == [0, 1], "sum": _numbers(got) == [1.0, 2.0]},
-        numbers=got.numbers,
+        {"lost": [*got.indices] == [0, 1], "sum": _numbers(got) == [1.0, 2.0]},
+        numbers=got.indices,
         got=_numbers(got),
     )
 

@@ -5,6 +5,7 @@ The model has 8 MiB in units of 2 MiB, and each of the two ranks stores half of 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -59,6 +60,9 @@ def unshard(model: Any) -> None:
 def reload(model: Any, optimizer: Any, options: StateDictOptions) -> None:
     weights, states = subject.get_state_dict(model, optimizer, options=options)
     subject.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states, options=options)
+    # torch's `flatten_state_dict`, which loads full states, has a local function that is a reference cycle.
+    del weights, states
+    gc.collect()
 
 
 def reload_optimizer(model: Any, optimizer: Any) -> None:
