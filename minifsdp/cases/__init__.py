@@ -1,8 +1,8 @@
 """Cases: rare situations that a training step does not know.
 
 A case is a program that needs more than the engine does, for example weights that are sent in 8 bits. Each module of
-this folder is one case. Its docstring has a program that needs the case, what goes wrong without it, what torch does,
-and the requirement.
+this folder is one case, except the two lists of cases and the helper ``output_nodes.py``. Its docstring has a program
+that needs the case, what torch does, and the requirement.
 
 The engine does not import this folder. It has *extension points*: the lists of ``engine/extension_points.py``, and
 documented arguments and methods, which do nothing if there is no case. The front ends attach the cases:

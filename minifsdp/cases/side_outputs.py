@@ -12,11 +12,11 @@ these tensors get the pre-backward hook as well::
     block.experts.register_forward_hook(keep)         # a hook: found before the next forward
 
 * *Attributes.* After the first recorded forward, `SideOutputs` looks for tensors with a graph in the attributes of all
-  modules, also in lists, tuples and dicts. Later forwards only look at the attributes that had one.
-* *Forward hooks.* If the number of forward hooks of all modules has changed, the hooked modules get one more hook. It
-  registers the pre-backward hook on their outputs.
+  modules inside units, also in lists, tuples and dicts. Later forwards only look at the attributes that had one.
+* *Forward hooks.* If the number of forward hooks of a module inside a unit has changed, the hooked modules get one more
+  hook, except the modules of the units themselves. It registers the pre-backward hook on their outputs.
 
-Without this case, the backward of the first loss reads parameters whose memory was freed.
+Without this case, the backward of a loss of such tensors reads parameters whose memory was freed.
 
 *In torch:* FSDP1 and FSDP2 raise an error about a storage that is too small.
 
@@ -38,8 +38,10 @@ from minifsdp.engine.backward_hooks import (
     register_pre_backward_hook,
 )
 from minifsdp.engine.root import RootState
-from minifsdp.engine.unit import Phase, Unit
+from minifsdp.engine.unit import Unit
 
+# The attributes of `nn.Module` itself.
+OF_MODULES = frozenset(vars(nn.Module()))
 # The key of the added hook in the forward hooks of a module.
 WATCH = "minifsdp: side outputs"
 
@@ -66,7 +68,7 @@ class SideOutputs:
         self._hooks: list[dict[Any, Any]] = [
             module._forward_hooks for module in self._inside
         ]
-        self._num_hooks = 0
+        self._num_hooks: list[int] = []
         # The attributes that had a tensor with a graph: the unit, the dict of the module, and the name.
         self._attributes: list[tuple[Unit, dict[str, Any], str]] | None = None
         self._watched = WeakTensorKeyDictionary()
@@ -75,11 +77,11 @@ class SideOutputs:
 
     def watch_hooked_modules(self) -> None:
         """Called before a forward: adds a hook to each module that has forward hooks of the program."""
-        if sum(map(len, self._hooks)) != self._num_hooks:
+        if list(map(len, self._hooks)) != self._num_hooks:
             for module, hooks in zip(self._inside, self._hooks, strict=True):
                 if hooks and WATCH not in hooks:
                     hooks[WATCH] = partial(self._watch, self._unit_of[module])
-            self._num_hooks = sum(map(len, self._hooks))
+            self._num_hooks = list(map(len, self._hooks))
 
     def watch_attributes(self, output: Any) -> Any:
         """Called after a forward: registers the pre-backward hook on tensors in attributes, if autograd records it."""
@@ -93,19 +95,18 @@ class SideOutputs:
                 for info in unit.layout.param_infos
                 for place in info.places
             }
-            # Attributes of `nn.Module` itself begin with an underscore.
             self._attributes = [
                 (unit, vars(module), name)
                 for module, unit in self._unit_of.items()
                 for name in vars(module)
                 if (module, name) not in parameters
-                and not name.startswith("_")
+                and name not in OF_MODULES
                 and _kept_in(vars(module), name)
             ]
         for unit, values, name in self._attributes:
             # A tensor may stay for many forwards, and needs one hook. If the unit's forward
-            # was not recorded, the output of an autograd function is that of reentrant
-            # checkpointing, which records the forward in backward.
+            # was not recorded, the output of an autograd function is taken for that of
+            # reentrant checkpointing, which records the forward in backward.
             new = [
                 tensor
                 for tensor in _kept_in(values, name)
@@ -121,12 +122,9 @@ class SideOutputs:
 
     def _watch(self, unit: Unit, _: nn.Module | None, __: Any, output: Any) -> None:
         if torch.is_grad_enabled() and graph_task() == NOT_IN_BACKWARD:
-            register_pre_backward_hook([output], lambda _: self._reached(unit))
-
-    def _reached(self, unit: Unit) -> None:
-        # After its backward, the unit does not need its parameters again.
-        if unit.phase is not Phase.POST_BACKWARD:
-            self._iteration.pre_backward(unit)
+            register_pre_backward_hook(
+                [output], lambda _: self._iteration.pre_backward(unit)
+            )
 
 
 def _kept_in(attributes: dict[str, Any], name: str) -> list[torch.Tensor]:

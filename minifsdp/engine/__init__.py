@@ -1,5 +1,8 @@
 """One runtime for all units; it does not depend on the API that created them.
 
+A *unit* is a group of parameters that is all-gathered and resharded together. A *case* is a rare situation that the
+engine does not know, see ``extension_points``.
+
 From the bottom layer to the top. Each module uses only modules above it in this list:
 
 ``messages``        error messages and warnings
@@ -29,6 +32,6 @@ From the bottom layer to the top. Each module uses only modules above it in this
 ``hooks``           forward and backward hooks
 ``root``            the root state: lazy start, begin and end of an iteration
 
-Suggested reading order: ``layout``, ``bucket``, ``per_param``, ``unit``, ``hooks``, ``reduce``, ``schedule``,
-``lifetime`` and ``root``; then ``flat``.
+Suggested reading order: ``layout``, ``sharded_param``, ``bucket``, ``per_param``, ``unit``, ``backward_hooks``,
+``hooks``, ``reduce``, ``schedule``, ``lifetime``, ``root`` and ``extension_points``; then ``flat``.
 """

@@ -9,7 +9,8 @@ FSDP is built on three collectives. Two ranks, a tensor of four elements::
 The last two *sum*. Training needs the *mean* over all ranks, so the sum is divided by their number: see `Scaling`.
 Dividing after the sum costs least, because then only this rank's shard must be divided. In float16 the sum itself can
 overflow (the largest value is 65504), so one part of the division happens before the sum and one part after it. The
-first divisor is a power of two, close to the square root: 8 ranks divide by 4 before and by 2 after the sum.
+first divisor is a power of two. It doubles while it divides the number of ranks and is smaller than the quotient: 8
+ranks divide by 4 before and by 2 after the sum.
 
 Backends do not support complex numbers, so their real and imaginary parts are summed. Collectives that only copy send
 bytes if gloo or NCCL does not support the dtype.

@@ -44,7 +44,7 @@ a call of `Events.collective`::
         collective               the all-gather
     left
     backward_begins
-        collective, collective   the all-gather and the reduce-scatter
+        collective               the reduce-scatter; the root stays unsharded after forward
     backward_ends, reduced, left
     new_optimizer                once
     step_begins, gradients_ready

@@ -3,10 +3,10 @@
 The engine trains models whose graph is simple: the loss depends on the output of the root, each unit's parameters are
 used in its forward, and one backward follows. A *case* is a rare situation beyond that, for example a unit that returns
 its parameters. Each case of a step is a class in ``minifsdp/cases``. The front end passes the classes to the root
-state, which creates one object of each. The object adds its methods to the lists of `ExtensionPoints`. The engine calls
-them, and knows no case.
+state, which creates one object of each. The object adds its methods to the lists of `ExtensionPoints`. The step calls
+them, and ``summon_full_params`` those of one point. The engine knows no case.
 
-Worked example, one step with one unit, and the points in the order of their calls::
+Worked example, one step with one unit that is resharded after forward, and the points in the order of their calls::
 
     forward_begins
         (forward of the unit)   unit_output   unit_reshards

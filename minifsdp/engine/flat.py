@@ -190,7 +190,7 @@ class FlatLayout(Layout):
         notify: Callable[[], None] | None,
         before_concat: Callable[..., None] | None = None,
     ) -> bool:
-        """Sets the functions that a hook of the leaf calls when the unsharded gradient is complete."""
+        """Sets the functions to call when the unsharded gradient is complete, and before it is concatenated."""
         self._on_gradient = notify
         self._before_concat = before_concat
         self._update_guards()
@@ -247,7 +247,11 @@ class FlatLayout(Layout):
     # --- the attributes of modules ---
 
     def use_unsharded_params(self, *, is_backward: bool = False) -> None:
-        """Creates new views and assigns them to the modules. Does not overwrite tensors of ``functional_call``."""
+        """Assigns new views, or in backward those of the last recorded forward, to the modules.
+
+        Raises:
+            RuntimeError: if a module has another tensor, for example inside ``functional_call``.
+        """
         # Without this check, tensors that the user assigned since the forward would be overwritten silently.
         assigned = self.assigned
         for dictionary, attribute, index in self.attributes:

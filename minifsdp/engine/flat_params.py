@@ -16,7 +16,7 @@ updates, and where ``.grad`` is stored. Example, ``weight`` of shape (2, 3) and 
   trained parameters may share a unit: all are all-gathered and reduced, and the gradients of frozen ones are discarded.
 
 *In torch:* ``FlatParameter``, which is also the unsharded tensor. ``_flat_param.py`` checks ``use_orig_params`` in more
-than fifty places, among them ``_use_sharded_views`` and ``_writeback_orig_params``.
+than thirty places, among them ``_use_sharded_views`` and ``_writeback_orig_params``.
 
 Spec: ORIG-01 to ORIG-05, ORIG-08 to ORIG-10, ORIG-12 to ORIG-14, ORIG-17, SUMMON-02, SUMMON-06, STREAM-05.
 """

@@ -86,11 +86,11 @@ class Gradient:
     def only(self, indices: Container[int]) -> Gradient:
         """The gradients of these parameters."""
         chosen = [
-            index for index, number in enumerate(self.indices) if number in indices
+            position for position, index in enumerate(self.indices) if index in indices
         ]
         return Gradient(
-            [self.parts[index] for index in chosen],
-            [self.indices[index] for index in chosen],
+            [self.parts[position] for position in chosen],
+            [self.indices[position] for position in chosen],
         )
 
 

@@ -5,7 +5,8 @@ error and warning begins with the rank that raises it. Then it describes the pro
 fix. It ends with the address of its entry in the documentation, and with the command that prints this entry:
 
     rank 3: parameter 'head.weight' is the same as 'embed.weight' of a unit that was wrapped before. A parameter cannot
-    be tied across units, the copies would drift apart; wrap a module that contains both of its users
+    be tied across units, the copies would drift apart; wrap a module that contains both of its users as one unit, and
+    neither of them alone
     More in the documentation of minifsdp: troubleshoot.html#E-tied-across-units, or run: python -m minifsdp
     explain-error E-tied-across-units
 

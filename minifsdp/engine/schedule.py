@@ -69,6 +69,6 @@ class Schedule:
         return self._left[position - 1] if position else None
 
     def end_iteration(self) -> None:
-        """Called when backward is over."""
+        """Called when the iteration is over, or has failed."""
         self._left.clear()
         self._left_at.clear()

@@ -17,7 +17,8 @@ A unit also has a *phase*, the current activity of its module::
      IDLE -> FORWARD -> IDLE -> PRE_BACKWARD -> POST_BACKWARD -> IDLE
      POST_BACKWARD -> PRE_BACKWARD   if the module ran twice
      POST_BACKWARD -> FORWARD        if it ran twice, and its second forward runs again in backward
-     IDLE -> POST_BACKWARD           if the backward ends without a sign of this unit's end
+     IDLE -> POST_BACKWARD           if its gradients are complete, or the backward ends, before a sign of its beginning
+     FORWARD -> POST_BACKWARD        if a backward inside the forward completes the gradients of a flat unit
      IDLE -> SUMMONED -> IDLE        only FullyShardedDataParallel: the user reads the full parameters, and modules can
                                      run a forward with them
 

@@ -17,8 +17,8 @@ Two situations that a wrapper does not have to handle:
 2. A module can call itself, for example in a recursive tree module, or in a ``generate`` method that calls
    ``self(token)``. The state keeps a list of its running calls. A call of a module in this list is an inner call.
 
-*Extension point.* A case can be a subclass of `FSDPState` that overrides `begins_unit`, `leave` and `end_forward`, see
-``minifsdp/cases/module_lists.py``. ``fully_shard`` chooses the class.
+*Extension point.* A case can be a subclass of `FSDPState` that overrides `begins_unit`, `leave`, `end_forward` and
+`break_off`, see ``minifsdp/cases/module_lists.py``. ``fully_shard`` chooses the class.
 
 *In torch:* ``FSDPState``, with the same two hooks. After an exception, users must call ``reset_iter_state``.
 

@@ -34,6 +34,16 @@ class OnlyKeeps(Block):
         return x
 
 
+class KeepsEachRun(Block):
+    """Keeps the auxiliary losses of all its runs, also under a private name."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        self._runs = [*getattr(self, "_runs", []), self.kept["losses"][0]]
+        self.kept = None
+        return y
+
+
 class InPlace(Block):
     def forward(self, x: Tensor) -> Any:
         x = nn.functional.relu(x, inplace=True)
@@ -102,6 +112,13 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
             x = block(x)
+        return self.head(torch.tanh(x))
+
+
+class RunsTwice(Net):
+    def forward(self, x: Tensor) -> Any:
+        for block in self.blocks:
+            x = block(x) + block(2 * x)
         return self.head(torch.tanh(x))
 
 

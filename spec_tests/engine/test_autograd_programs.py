@@ -28,6 +28,7 @@ from spec_tests.engine.autograd_models import (
     IntoDict,
     IntoInput,
     IntoList,
+    KeepsEachRun,
     ListsPenalty,
     ListsPenaltyOfTwoOutputs,
     Net,
@@ -37,6 +38,7 @@ from spec_tests.engine.autograd_models import (
     ReadsSparse,
     ReadsWeights,
     Recomputed,
+    RunsTwice,
     SumsPenalties,
     UsesInputAgain,
     blocks_of,
@@ -138,6 +140,27 @@ def kept(model: nn.Module, x: Tensor) -> None:
     torch.stack([block.kept["losses"][0] for block in blocks_of(model)]).sum().backward()
 
 
+def kept_of_all_runs(model: nn.Module, x: Tensor) -> None:
+    for block in blocks_of(model):
+        block._runs = []
+    model(x)
+    torch.stack([loss for block in blocks_of(model) for loss in block._runs]).sum().backward()
+
+
+def hooked_in_turn(model: nn.Module, x: Tensor) -> None:
+    """Observes one module of each block, and another one in the next iteration."""
+    for name in ("first", "router"):
+        seen: list[Tensor] = []
+        hooks = [
+            getattr(block, name).register_forward_hook(lambda _, __, out, seen=seen: seen.append(out.tanh()))
+            for block in blocks_of(model)
+        ]
+        model(x)
+        for hook in hooks:
+            hook.remove()
+        torch.stack(seen).pow(2).mean().backward()
+
+
 def hooked(model: nn.Module, x: Tensor) -> None:
     seen: list[Tensor] = []
     hooks = [
@@ -193,7 +216,10 @@ CASES: dict[str, tuple[Callable[..., None], Callable[[], Net]]] = {
     ("PROG-24", "output gradients"): (output_gradients, Net),
     ("PROG-27", "attributes"): (kept, Net),
     ("PROG-27", "the only result of a unit"): (kept, lambda: Net(OnlyKeeps)),
+    ("PROG-27", "one run of a unit"): (kept_of_all_runs, lambda: Net(KeepsEachRun)),
+    ("PROG-27", "two runs of a unit"): (kept_of_all_runs, lambda: RunsTwice(KeepsEachRun)),
     ("PROG-28", "hooks"): (hooked, Net),
+    ("PROG-28", "hooks in turn"): (hooked_in_turn, Net),
     ("PROG-29", "list"): (plain, lambda: OneList(IntoList)),
     ("PROG-29", "dict"): (plain, lambda: OneDict(IntoDict)),
     ("PROG-29", "list beside an output"): (plain, lambda: SumsPenalties(ListsPenalty)),

@@ -18,7 +18,7 @@ FAULTS = ("raises", "exits", "is killed", "is stopped", "is slow")
 
 
 def commit(fault: str, seconds: float) -> None:
-    """What a faulty rank does; a slow rank sleeps for ``seconds``."""
+    """The action of a faulty rank; a slow rank sleeps for ``seconds``."""
     if fault == "raises":
         raise ValueError("a bad batch")
     if fault == "exits":

@@ -58,7 +58,7 @@ class Ranks:
         return [process.exitcode for process in waited_for]
 
     def output(self, rank: int) -> str:
-        """What a rank has written to its standard output."""
+        """The standard output of a rank so far."""
         return (self.folder / str(rank) / "stdout").read_text()
 
     def errors(self, rank: int) -> str:

@@ -168,7 +168,7 @@ def test_link_carries_calculated_bytes_and_no_step_is_faster(case: Case, results
 @pytest.mark.spec("MACHINES-05")
 @pytest.mark.parametrize(("by_messages", "leaving"), [(True, 4 / 7), (False, 2 / 8)])
 def test_direct_messages_leave_a_machine_more_often_than_hops_of_a_ring(by_messages: bool, leaving: float) -> None:
-    """Of eight ranks, a rank sends to 4 of 7 others directly, and 2 of 8 hops of a ring leave a machine."""
+    """With eight ranks, a rank sends to 4 of 7 others directly, and 2 of 8 hops of a ring leave a machine."""
     full, hybrid = Case("wrapper", "FULL_SHARD").job(), Case("wrapper", "HYBRID_SHARD").job()
     sent = sent_by_link(replace(full, num_shards=8, by_messages=by_messages), 4)
     for one in (sent["AG"], sent["RS"]):
