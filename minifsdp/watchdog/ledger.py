@@ -21,7 +21,7 @@ from typing import Any
 from minifsdp.watchdog.report import IDENTITY
 
 
-def table_of(report: dict[str, Any], most: int = 40) -> str:
+def table_of(report: dict[str, Any], most: int) -> str:
     """The table as text.
 
     Args:
@@ -68,5 +68,11 @@ def main() -> None:
         description="Draws the collective logs of a failure.",
     )
     parser.add_argument("file", type=Path, help="the file that the error message names")
-    path = parser.parse_args().file
-    print(table_of(json.loads(path.read_text(encoding="utf-8"))))
+    parser.add_argument(
+        "--last",
+        type=int,
+        default=40,
+        help="number of collectives to show, counted from the end",
+    )
+    options = parser.parse_args()
+    print(table_of(json.loads(options.file.read_text(encoding="utf-8")), options.last))
