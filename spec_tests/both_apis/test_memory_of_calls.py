@@ -60,8 +60,11 @@ def unshard(model: Any) -> None:
 def reload(model: Any, optimizer: Any, options: StateDictOptions) -> None:
     weights, states = subject.get_state_dict(model, optimizer, options=options)
     subject.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states, options=options)
+
+
+def reload_with_torch(model: Any, optimizer: Any) -> None:
+    reload(model, optimizer, FULL)
     # torch's `flatten_state_dict`, which loads full states, has a local function that is a reference cycle.
-    del weights, states
     gc.collect()
 
 
@@ -94,6 +97,7 @@ OF_ORIGINAL_PARAMETERS: dict[str, Call] = {
     "summon_full_params, new gradients": lambda model, _: change_gradients(model, 2.0),
 }
 OF_FULLY_SHARD: dict[str, Call] = {
+    "set_state_dict, full": reload_with_torch,
     "unshard and reshard": lambda model, _: unshard(model),
     "clip_grad_norm_": lambda model, _: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
 }

@@ -17,7 +17,7 @@ import re
 
 import pytest
 
-from spec_tests.harness.accounting import ROOT, read_rows
+from spec_tests.harness.accounting import ROOT, read_rows, rows_proven_by
 
 ID = re.compile(r"(?:[A-Z0-9]+-)+\d+")
 
@@ -91,7 +91,7 @@ def is_about(item: pytest.Item, topic: str) -> bool:
     if topic in API_VALUES and values & set().union(*API_VALUES.values()):
         return bool(values & API_VALUES[topic])
     own = inspect.getsource(item.function)  # type: ignore[attr-defined]
-    rows = [row for marker in item.iter_markers("spec") for row in marker.args]
+    rows = rows_proven_by(item)
     text = "\n".join([item.nodeid, own, *values, *rows, statements_in(" ".join(rows))])
     return pattern_of(topic).search(text) is not None
 

@@ -47,6 +47,7 @@ __all__ = [
     "Accounting",
     "read_rows",
     "rows_of_accelerators",
+    "rows_proven_by",
     "section_of",
     "test_files",
     "verdict",
@@ -84,6 +85,11 @@ def rows_of_accelerators(path: pathlib.Path = ROOT / "docs" / "spec.md") -> set[
     """The requirements marked ``[cuda]``, which a CPU does not test fully, and the section SIM on streams."""
     matches = [match for match in map(ROW.match, path.read_text(encoding="utf-8").splitlines()) if match]
     return {match[1] for match in matches if "[cuda]" in match[2] or section_of(match[1]) == "SIM"}
+
+
+def rows_proven_by(item: pytest.Item) -> list[str]:
+    """The requirements that a test checks."""
+    return [row for marker in item.iter_markers("spec") for row in marker.args]
 
 
 def section_of(row: str) -> str:

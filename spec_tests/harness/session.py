@@ -15,7 +15,13 @@ import torch
 from packaging.requirements import Requirement
 
 from spec_tests.harness import about, pool, worker
-from spec_tests.harness.accounting import Accounting, read_rows, rows_of_accelerators, section_of
+from spec_tests.harness.accounting import (
+    Accounting,
+    read_rows,
+    rows_of_accelerators,
+    rows_proven_by,
+    section_of,
+)
 
 pytest.register_assert_rewrite(*worker.REWRITTEN)
 
@@ -231,11 +237,6 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         rows = marker.kwargs.get("fully_shard" if is_function else "wrapper", [])
         if rows:
             item.add_marker(pytest.mark.spec(*rows))
-
-
-def rows_proven_by(item: pytest.Item) -> list[str]:
-    """The requirements that a test checks."""
-    return [row for marker in item.iter_markers("spec") for row in marker.args]
 
 
 def reasons_of(item: pytest.Item) -> list[str]:
