@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from minifsdp.engine.events import events
 from minifsdp.trace import Event, Recorder
-from spec_tests.engine.small import draw, shard_each, train_once
 from spec_tests.harness import ranks
 from spec_tests.models.modules import chain
+from spec_tests.models.small import draw, shard_each, train_once
 from spec_tests.subject import trace
 
 

@@ -17,7 +17,7 @@ EXAMPLE = (
     "engine/hooks.py",
     "if unit.policy.reshard_after_forward and not unit.is_held:",
     "if False:",
-    "spec_tests/fsdp1/test_shard.py",
+    "spec_tests/sharding/test_strategies.py",
     "test_full_shard_all_gathers_twice_and_reduces_once",
 )
 # Module, line, replacement, test file and test.

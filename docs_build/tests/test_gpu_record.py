@@ -18,7 +18,7 @@ pytestmark = pytest.mark.pure
 VERSIONS = {"Python": "3.12.3", "torch": "2.13.0+cu130", "NCCL": "2.29.1"}
 STEP = {"size": "125M", "ranks": 8, "contender": "minifsdp fully_shard", "ms": 8.0}
 RACE = {"configuration": "wrapper", "ranks": 8, "seeds": 3, "delays": 70}
-ONE, TWO = "spec_tests/fsdp1/test_a.py::test_one", "spec_tests/fsdp1/test_a.py::test_two"
+ONE, TWO = "spec_tests/clipping/test_a.py::test_one", "spec_tests/clipping/test_a.py::test_two"
 H100, H200 = "8 x NVIDIA H100", "1 x NVIDIA H200"
 
 
@@ -31,9 +31,9 @@ def a_report(date: str = "2026-12-24 10:00 UTC", device: str = "cuda") -> dict[s
     ]
     outcomes = {
         "hardware/all": Outcome("passed", 2.0, findings=[hardware]),
-        "smoke/both_apis/test_parity.py": Outcome("failed", 2.0, "ValueError"),
+        "smoke/parity/test_parity.py": Outcome("failed", 2.0, "ValueError"),
         "steps/8": Outcome("passed", 2.0, findings=[STEP]),
-        "suite/fsdp1/test_a.py": Outcome("failed", 2.0, "E", findings=tests),
+        "suite/clipping/test_a.py": Outcome("failed", 2.0, "E", findings=tests),
         "races/8": Outcome("failed", 2.0, "E", findings=[RACE, {**RACE, "ranks": 4, "text": "hang"}]),
     }
     return reports.compose(reports.circumstances(device, 8, False), outcomes, []) | {"date": date}
@@ -60,8 +60,8 @@ def test_command_adds_a_run_and_keeps_that_of_other_hardware(data: Path, capsys:
     after = json.loads((data / "gpu.json").read_text())["runs"]
     assert after.keys() - before.keys() == {H100}
     assert after[H200] == before[H200]
-    assert after[H100]["tests"] == {"fsdp1/test_a.py": {"passed": 2, "failed": 1, "complete": True}}
-    assert after[H100]["stages"]["smoke/both_apis/test_parity.py"] == ["failed", 2.0]
+    assert after[H100]["tests"] == {"clipping/test_a.py": {"passed": 2, "failed": 1, "complete": True}}
+    assert after[H100]["stages"]["smoke/parity/test_parity.py"] == ["failed", 2.0]
     assert capsys.readouterr().out.startswith("8 x NVIDIA H100, 2026-12-24: 1 requirements proven. Runs: 2")
 
 
@@ -95,7 +95,7 @@ def test_requirements_get_the_result_on_gpus_with_date_and_hardware() -> None:
     assert found["rows"]["CTOR-01"]["tests"] == {ONE: {"cpu-gloo": "passed", "cuda-nccl": "passed (text)"}}
     # A report that proves fewer requirements changes nothing.
     small = a_report()
-    del small["jobs"]["suite/fsdp1/test_a.py"]
+    del small["jobs"]["suite/clipping/test_a.py"]
     assert gpu.add_requirements(found, small) is found
 
 
@@ -125,7 +125,7 @@ def test_pages_show_each_run_with_hardware_and_date(data: Path) -> None:
     assert gpurun.others() == ""
     records.save("gpu", gpu.add_run(records.load("gpu"), a_report()), sort_keys=False)
     assert list(gpurun.runs()) == [H100, H200]
-    assert f"| {H100} | 2026-12-24 | 2.13.0+cu130 | 2 | 1 | smoke/both_apis/test_parity.py |" in gpurun.all_runs()
+    assert f"| {H100} | 2026-12-24 | 2.13.0+cu130 | 2 | 1 | smoke/parity/test_parity.py |" in gpurun.all_runs()
     shown = gpurun.others()
     assert shown.startswith(f"### {H100}\n\n2026-12-24, {H100}, Python 3.12.3")
     assert "| 125M, 8 ranks | minifsdp fully_shard | 8.0 |" in shown

@@ -60,8 +60,8 @@ def test_the_readme_the_page_and_the_tests_count_the_same_calls() -> None:
 
 def test_record_counts_the_calls_of_the_current_engine() -> None:
     from docs_build.recording import records
-    from spec_tests.engine.count_growth import OURS, UNITS
-    from spec_tests.engine.test_growth import counted
+    from spec_tests.costs.count_growth import OURS, UNITS
+    from spec_tests.costs.test_growth import counted
 
     record = records.load("growth")
     # Another version of torch may make slightly more or fewer calls.

@@ -23,8 +23,8 @@ from minifsdp.engine.unit import Unit
 from minifsdp.fsdp1.wrapper import Wrapper
 from minifsdp.fsdp2 import fully_shard
 from minifsdp.fsdp2.fsdp_state import FSDPState
+from spec_tests.costs.count_calls import calls_by_file
 from spec_tests.debugging.faults import said
-from spec_tests.engine.count_calls import calls_by_file
 from spec_tests.harness import ranks
 from spec_tests.harness.checkout import is_of_package
 from spec_tests.models.apis import Api, all_apis

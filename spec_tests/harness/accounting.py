@@ -11,7 +11,7 @@ each backend, and the conclusion from these results::
         "statement": "...",
         "results": {"cpu-gloo": "proven", "simulated": "proven", "cuda-nccl": "unproven"},
         "kinds": {"cpu-gloo": "behaviour", "simulated": "behaviour"},
-        "tests": {"spec_tests/fsdp1/test_shard.py::test_...": {"cpu-gloo": "passed"}}
+        "tests": {"spec_tests/sharding/test_strategies.py::test_...": {"cpu-gloo": "passed"}}
       },
       ...
     }

@@ -19,7 +19,7 @@ and so on.
 =====================================  ============  ================================================================
 tests                                  drawn kind    what the judge checks
 =====================================  ============  ================================================================
-``both_apis/test_properties``          ``loops``     values, gradients and results are equal to the reference's
+``parity/test_properties``              ``loops``     values, gradients and results are equal to the reference's
 ``combinations``                       a table       the same, in rows with all pairs of options; a loaded model goes
                                                      on with bitwise equal values
 ``fuzz``                               ``calls``     each call is equal to the reference's or is refused by minifsdp;
@@ -45,7 +45,7 @@ A failure ends with such a command line, which can be pasted into a shell.
 Two environment variables set the number of training loops and the seed::
 
     export MINIFSDP_PROPERTY_EXAMPLES=3000 MINIFSDP_PROPERTY_SEED=17
-    python -m pytest -s spec_tests/both_apis/test_properties.py
+    python -m pytest -s spec_tests/parity/test_properties.py
 
 By default, some hundred loops are drawn, always the same ones.
 """

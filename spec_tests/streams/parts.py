@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.fsdp2.int8_shards import Int8Shards, extended
+from spec_tests.extensions.int8_shards import Int8Shards, extended
 from spec_tests.harness.simulated.nccl import SimulatedNccl
 from spec_tests.models.modules import MLP
 from spec_tests.subject import BackwardPrefetch, ModuleWrapPolicy, fully_shard

@@ -52,7 +52,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from spec_tests.engine.count_calls import calls_by_file
+from spec_tests.costs.count_calls import calls_by_file
 from spec_tests.oracles.gathering import wrap_units
 from spec_tools.benchmarks.contenders import CONTENDERS, OURS, TORCH
 from spec_tools.benchmarks.page import DATA, circumstances

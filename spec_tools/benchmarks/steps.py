@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from spec_tests.engine.count_calls import calls_by_file
+from spec_tests.costs.count_calls import calls_by_file
 from spec_tools.benchmarks.contenders import CONTENDERS
 from spec_tools.benchmarks.workloads import WORKLOADS, Batch, Workload, adamw
 from tutorials.gpt.counting import CollectiveCounter

@@ -3,7 +3,7 @@
 ::
 
     repository ---- copy (0.2 s) ----> folder: minifsdp/engine/reduce.py changed
-                                       pytest --spec HYB-05 spec_tests/fsdp1/test_hybrid.py ...
+                                       pytest --spec HYB-05 spec_tests/meshes/test_hybrid.py ...
                     <---- failed.json ----
 
 The working tree is never changed. The runner passes the test files that contain the requirement IDs to pytest, and

@@ -1,6 +1,6 @@
 """A pytest plugin that writes which tests failed, with their requirements.
 
-    python -m pytest -p spec_tools.breaks.watch --failed failed.json --spec HYB-05 spec_tests/fsdp1/test_hybrid.py
+    python -m pytest -p spec_tools.breaks.watch --failed failed.json --spec HYB-05 spec_tests/meshes/test_hybrid.py
 
 With ``--spec``, a test is skipped if each of its chosen requirements has already failed. The file is written after each
 failure, so that the results so far are not lost if the run hangs or crashes.

@@ -40,7 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import minifsdp
 from minifsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
-from spec_tests.fsdp2.int8_shards import Int8Shards, extended
+from spec_tests.extensions.int8_shards import Int8Shards, extended
 from spec_tests.harness import device, pool
 from spec_tests.models.modules import MLP
 from spec_tests.models.running import batch

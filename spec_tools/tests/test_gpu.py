@@ -41,7 +41,7 @@ def use_jobs(patch: pytest.MonkeyPatch, *jobs: Job) -> None:
 def test_all_stages_run_on_the_cpu_and_the_report_has_their_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(stages, "QUICK_FILES", ("engine/test_collectives.py",))
+    monkeypatch.setattr(stages, "QUICK_FILES", ("transport/test_collectives.py",))
     monkeypatch.setattr(stages, "NUM_QUICK_SEEDS", 1)
     assert command.main(["--device", "cpu", "--quick"], tmp_path) == 0
 

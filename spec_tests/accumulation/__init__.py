@@ -1,0 +1,1 @@
+"""Gradient accumulation: ``no_sync`` and the setters of ``fully_shard``."""

@@ -1,0 +1,278 @@
+"""Switches of gradient accumulation: unreduced, partially reduced, and with parameters kept unsharded.
+
+The switches that have a counterpart in the wrapper are tested in ``accumulation/test_accumulation.py``.
+
+The reference model is the plain model, which uses the batches of all ranks. It sums micro-batches in the same order, so
+on two ranks the results must be bitwise equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from spec_tests.harness import ranks
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import batch, iterate, loss_of, recorded_iteration
+from spec_tests.models.sharding import column_mesh, grid_mesh, sharded
+from spec_tests.models.values import (
+    accumulated_gradients,
+    assert_same,
+    full_gradients,
+    local_gradients,
+    mean_gradients,
+)
+from spec_tests.subject import MixedPrecisionPolicy, fully_shard, trace
+
+# --- set_requires_gradient_sync ---
+
+
+@pytest.mark.spec("FS2-SYNC-01")
+@ranks(2)
+def test_kept_gradient_is_reduced_if_the_last_micro_batch_skips_its_unit() -> None:
+    """Defect: gradients that a unit keeps unreduced stay there if the last micro-batch does not use the unit."""
+    model, plain = sharded(), seeded()
+    model.set_requires_gradient_sync(False)
+    iterate(model, 0)
+    model.set_requires_gradient_sync(True)
+    for each in (model, plain):
+        each.order = (0, 3)
+    iterate(model, 1)
+    expected = mean_gradients(plain, (1,))
+    for name, gradient in mean_gradients(seeded(), (0,)).items():
+        expected[name] = expected[name] + gradient if name in expected else gradient
+    assert_same(full_gradients(model), expected, bitwise=False)
+
+
+@pytest.mark.spec("FS2-SYNC-01")
+@ranks(2)
+def test_gradient_sync_setting_is_recursive_by_default() -> None:
+    model = sharded()
+    model.set_requires_gradient_sync(False, recurse=False)
+    with trace.record() as recorder:
+        iterate(model)
+    assert recorder.order("RS") == [f"RS blocks.{index}" for index in (3, 2, 1, 0)]
+    assert {name for name, p in model.named_parameters() if p.grad is None} == {
+        name for name, _ in model.named_parameters() if not name.startswith("blocks.")
+    }
+    model.set_requires_gradient_sync(False)
+    model.blocks[2].set_requires_gradient_sync(True)
+    with trace.record() as recorder:
+        iterate(model, 1)
+    assert recorder.order("RS") == ["RS blocks.2"]
+
+
+@pytest.mark.spec("FS2-SYNC-01", "FS2-MP-03")
+@ranks(2)
+def test_unreduced_gradients_add_up_in_the_dtype_of_the_reduction() -> None:
+    """In bfloat16, 1 + 1/512 rounds to 1. Accumulation in float32 keeps the second term."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = seeded(lambda: torch.nn.Linear(2, 2, bias=False))
+    fully_shard(model, mp_policy=policy)
+    for sync, size in ((False, 1.0), (True, 1 / 512)):
+        model.set_requires_gradient_sync(sync)
+        x = torch.full((1, 2), size, dtype=torch.bfloat16, device=model.weight.device)
+        model(x).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full_like(model.weight.grad.full_tensor(), 1 + 1 / 512))
+
+
+# --- set_requires_all_reduce ---
+
+
+@pytest.mark.spec("NEW-08")
+@ranks(4)
+def test_gradients_without_all_reduce_are_reduced_only_in_the_shard_group_and_the_sum_is_exact() -> None:
+    model = sharded(mesh=grid_mesh())
+    for steps in ((0, 1), (2, 3, 4), (5,)):
+        for step in steps:
+            model.set_requires_all_reduce(step == steps[-1])
+            with trace.record() as recorder:
+                iterate(model, step)
+            is_last = step == steps[-1]
+            assert recorder.count("RS") == 5
+            assert recorder.count("AR") == 5 * is_last
+            if not is_last:
+                assert full_gradients(model) == {}
+        assert_same(full_gradients(model), mean_gradients(seeded(), steps))
+        model.zero_grad()
+
+
+@pytest.mark.spec("NEW-08")
+@ranks(4)
+def test_all_reduce_can_be_delayed_for_one_module() -> None:
+    model = sharded(mesh=grid_mesh())
+    model.set_requires_all_reduce(False, recurse=False)
+    with trace.record() as recorder:
+        iterate(model)
+    assert sorted(recorder.order("AR")) == [f"AR blocks.{index}" for index in range(4)]
+    model.set_requires_all_reduce(False)
+    model.blocks[1].set_requires_all_reduce(True)
+    with trace.record() as recorder:
+        iterate(model)
+    assert recorder.order("AR") == ["AR blocks.1"]
+
+
+@pytest.mark.spec("NEW-08", "FS2-SYNC-01")
+@pytest.mark.parametrize("mesh", [grid_mesh, column_mesh])
+@ranks(4)
+def test_no_sync_and_no_all_reduce_can_follow_each_other(mesh: Callable[[], DeviceMesh]) -> None:
+    model = sharded(mesh=mesh())
+    for step, (sync, all_reduce) in enumerate(((False, False), (True, False), (True, True))):
+        model.set_requires_gradient_sync(sync)
+        model.set_requires_all_reduce(all_reduce)
+        iterate(model, step)
+    assert_same(full_gradients(model), mean_gradients(seeded(), (0, 1, 2)))
+
+
+@pytest.mark.spec("NEW-08", "FS2-SYNC-01")
+@pytest.mark.parametrize("mesh", [grid_mesh, column_mesh])
+@ranks(4)
+def test_gradient_sync_setting_includes_all_reduce(mesh: Callable[[], DeviceMesh]) -> None:
+    model = sharded(mesh=mesh())
+    model.set_requires_all_reduce(False)
+    iterate(model, 0)
+    model.set_requires_gradient_sync(True)
+    iterate(model, 1)
+    assert_same(full_gradients(model), mean_gradients(seeded(), (0, 1)))
+
+
+@pytest.mark.spec("NEW-08")
+@pytest.mark.parametrize("mesh", [grid_mesh, column_mesh])
+@ranks(4)
+def test_partial_sums_of_different_parameters_are_refused(mesh: Callable[[], DeviceMesh]) -> None:
+    model = sharded(mesh=mesh())
+    model.set_requires_all_reduce(False)
+    iterate(model)
+    bias = model.blocks[1].linear.bias
+    bias.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"'blocks.1' has a partial gradient of 2 parameters .* new one of 1"):
+        iterate(model)
+    model.reset_iter_state()
+    bias.requires_grad_(True)
+    model.set_requires_all_reduce(True)
+    iterate(model)
+    assert_same(full_gradients(model), mean_gradients(seeded()))
+
+
+@pytest.mark.spec("NEW-08")
+@ranks(2)
+def test_set_requires_all_reduce_has_no_effect_on_a_one_dimensional_mesh() -> None:
+    model = sharded()
+    model.set_requires_all_reduce(False)
+    iterate(model)
+    assert_same(full_gradients(model), mean_gradients(seeded()))
+
+
+# --- set_is_last_backward ---
+
+
+@pytest.mark.spec("NEW-07")
+@ranks(2)
+def test_several_backwards_of_one_iteration_give_the_sum() -> None:
+    model = sharded()
+    for _ in range(2):
+        losses = [loss_of(model(batch(step))) for step in range(3)]
+        for index, loss in enumerate(losses):
+            model.set_is_last_backward(index == len(losses) - 1)
+            loss.backward()
+        assert_same(full_gradients(model), accumulated_gradients(seeded(), (0,), (1,), (2,)), bitwise=False)
+        model.zero_grad()
+
+
+@pytest.mark.spec("NEW-07")
+@pytest.mark.not_simulated("an accelerator continues with the last reduction")
+@ranks(2)
+def test_every_backward_sets_all_gradients_on_cpus() -> None:
+    model = sharded()
+    model.set_is_last_backward(False)
+    for steps in ((0,), (0, 1)):
+        loss_of(model(batch(steps[-1]))).backward()
+        assert_same(full_gradients(model), accumulated_gradients(seeded(), *((step,) for step in steps)), bitwise=False)
+
+
+@pytest.mark.spec("NEW-07")
+@ranks(2)
+def test_prefetch_uses_the_orders_of_earlier_forwards_until_the_last_backward() -> None:
+    """Two forwards, then two backwards: the second backward also prefetches in the right order."""
+    orders = []
+    for reported in (True, False):
+        model = sharded()
+        losses = [loss_of(model(batch(step))) for step in range(2)]
+        if reported:
+            model.set_is_last_backward(False)
+        losses[1].backward()
+        model.set_is_last_backward(True)
+        with trace.record() as recorder:
+            losses[0].backward()
+        words = [event.kind + event.unit.removeprefix("blocks.") for event in recorder.events]
+        orders.append(words.index("AG2") < words.index("RS3"))
+        assert recorder.count("RS") == 5
+    assert orders == [True, False]
+
+
+@pytest.mark.spec("NEW-07")
+@ranks(2)
+def test_iteration_after_the_last_backward_has_the_usual_order() -> None:
+    model = sharded()
+    usual = recorded_iteration(model)
+    model.set_is_last_backward(False)
+    iterate(model)
+    model.set_is_last_backward(True)
+    iterate(model)
+    assert recorded_iteration(model) == usual
+
+
+@pytest.mark.spec("GRAD-04", "FS2-SYNC-01")
+@ranks(2)
+def test_unreduced_gradients_are_converted_with_the_model() -> None:
+    model = sharded()
+    model.set_requires_gradient_sync(False)
+    (loss_of(model(batch(0))) * 2**26).backward()
+    model.double()
+    model.set_requires_gradient_sync(True)
+    loss_of(model(batch(1).double())).backward()
+    parts = [local_gradients(seeded(), (0,), rank) for rank in range(dist.get_world_size())]
+    expected = {name: sum(part[name].double() for part in parts) / len(parts) * 2**26 for name in parts[0]}
+    later = full_gradients(model)
+    model.zero_grad()
+    loss_of(model(batch(1).double())).backward()
+    added = full_gradients(model)
+    assert_same({name: later[name] - expected[name] for name in later}, added, bitwise=False)
+
+
+@pytest.mark.spec("NEW-07", "FUZZ-04")
+@pytest.mark.parametrize("set_to_none", [True, False])
+@ranks(2)
+def test_zero_grad_clears_the_gradient_whose_reduction_is_in_flight(set_to_none: bool) -> None:
+    model = sharded()
+    model.set_is_last_backward(False)
+    iterate(model, 0)
+    model.zero_grad(set_to_none=set_to_none)
+    model.set_is_last_backward(True)
+    iterate(model, 1)
+    assert_same(full_gradients(model), mean_gradients(seeded(), (1,)))
+
+
+# --- resharding while gradients are accumulated ---
+
+
+@pytest.mark.spec("NEW-06", "FS2-SYNC-01")
+@ranks(2)
+def test_first_micro_batch_all_gathers_once_without_reshard() -> None:
+    model = sharded(reshard_after_forward=False)
+    model.set_reshard_after_backward(False)
+    gathers = []
+    for step in range(3):
+        model.set_requires_gradient_sync(step == 2)
+        model.set_reshard_after_backward(step == 2)
+        with trace.record() as recorder:
+            iterate(model, step)
+        gathers.append(recorder.count("AG"))
+    assert gathers == [5, 0, 0]
+    assert_same(full_gradients(model), mean_gradients(seeded(), (0, 1, 2)))
+    assert {type(p.data) for p in model.parameters()} == {DTensor}

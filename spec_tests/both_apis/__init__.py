@@ -1,1 +1,0 @@
-"""Tests of behaviour that `FullyShardedDataParallel` and `fully_shard` have in common; see ``models/apis.py``."""

@@ -1,0 +1,1 @@
+"""The special cases of ``minifsdp/cases``."""

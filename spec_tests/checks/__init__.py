@@ -1,0 +1,1 @@
+"""Checks that observe a run: ranks that differ, the log of collectives, and the watchdog."""

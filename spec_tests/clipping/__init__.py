@@ -1,0 +1,1 @@
+"""``clip_grad_norm_`` and ``torch.nn.utils.clip_grad_norm_``."""

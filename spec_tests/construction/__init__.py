@@ -1,0 +1,1 @@
+"""Constructors, their options, and initial weights."""

@@ -1,0 +1,1 @@
+"""Calls, operators and collectives of a step."""

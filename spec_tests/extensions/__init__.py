@@ -1,0 +1,1 @@
+"""Tensor classes with methods for the all-gather."""

@@ -1,0 +1,1 @@
+"""The forward: hooks, containers, evaluation, and nested units."""

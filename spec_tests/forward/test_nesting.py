@@ -1,0 +1,277 @@
+"""Units inside units, and changes of a wrapped module that bypass its wrapper."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from spec_tests.checkpoint.refusals import refused
+from spec_tests.harness import device, ranks
+from spec_tests.models.kinds import every_kind, shard
+from spec_tests.models.modules import WIDTH, seeded
+from spec_tests.models.running import batch, iterate, loss_of
+from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, NO_SHARD, wrapped
+from spec_tests.models.values import assert_same, flat_gradients, flat_parameters, full_values, mean_gradients, named
+from spec_tests.models.whole import set_mean_gradients
+from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, trace
+
+FSDP = FullyShardedDataParallel
+
+
+@pytest.mark.spec("CTOR-10")
+@pytest.mark.parametrize("has_run", [False, True])
+@ranks(2)
+def test_the_outermost_instance_is_the_root_and_the_others_are_not(has_run: bool) -> None:
+    model = wrapped()
+    if has_run:
+        iterate(model)
+    assert FSDP.fsdp_modules(model, root_only=True) == [model]
+    inner = model.blocks[1]
+    assert inner in FSDP.fsdp_modules(model)
+    # These methods can only be called on the root.
+    for call in (inner.no_sync().__enter__, lambda: inner.clip_grad_norm_(1.0)):
+        with refused(RuntimeError, "root"):
+            call()
+    with refused(AssertionError, "root"):
+        inner.register_comm_hook(None, print)
+    with model.no_sync():
+        iterate(model)
+    model.zero_grad()
+    iterate(model)
+    assert float(model.clip_grad_norm_(1.0)) > 0.0
+
+
+@pytest.mark.spec("CTOR-10")
+@ranks(2)
+def test_unit_names_start_at_root_that_ran_forward() -> None:
+    outer = nn.Sequential(wrapped(), nn.Linear(2, 2).to(device()))
+    root = FSDP(outer)
+    with trace.record() as recorder:
+        iterate(root)
+    assert recorder.order("F") == ["F", "F 0", *(f"F 0.blocks.{index}" for index in range(4))]
+    # Only the root stays unsharded between its forward and its backward.
+    assert recorder.order("AG", "FREE", "B").index("B") < recorder.order("AG", "FREE", "B").index("FREE")
+    assert FSDP.fsdp_modules(root, root_only=True) == [root]
+
+
+@pytest.mark.spec("CTOR-11")
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@ranks(2)
+def test_inner_instance_that_ran_first_joins_larger_tree(trains: bool, keep: bool) -> None:
+    plain = seeded()
+    model = wrapped(use_orig_params=keep)
+    for index in (2, 0):
+        output = model.blocks[index](batch(5))
+        if trains:
+            loss_of(output).backward()
+    model.zero_grad()
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    for step in range(2):
+        set_mean_gradients(plain, step)
+        with trace.record() as recorder:
+            iterate(model, step)
+        assert recorder.order("AG")[:5] == ["AG", *(f"AG blocks.{index}" for index in range(4))]
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_same(full_values(model), named(plain))
+
+
+@pytest.mark.spec("CTOR-11")
+@ranks(2)
+def test_instance_used_before_wrapping_joins_larger_tree() -> None:
+    plain, larger = seeded(), seeded()
+    inner = FSDP(larger.blocks[1], use_orig_params=True)
+    loss_of(inner(batch(5))).backward()
+    inner.zero_grad()
+    larger.blocks[1] = inner
+    model = FSDP(larger, use_orig_params=True)
+    iterate(model)
+    assert FSDP.fsdp_modules(model, root_only=True) == [model]
+    with FSDP.summon_full_params(model, with_grads=True):
+        assert_same({name: p.grad for name, p in model.named_parameters()}, mean_gradients(plain), bitwise=True)
+
+
+@pytest.mark.spec("CTOR-15", "WRAP-01")
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@ranks(2)
+def test_outer_instance_manages_the_parameters_of_no_inner_instance(strategy: ShardingStrategy) -> None:
+    layers = [nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 4)]  # 72, 36 and 20 elements
+    total = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
+    options = {"sharding_strategy": strategy}
+    inner = FSDP(layers[1].to(device()), **options)
+    middle = FSDP(nn.Sequential(layers[0], inner).to(device()), **options)
+    model = FSDP(nn.Sequential(middle, layers[2]).to(device()), **options)
+    parts = 2 if strategy is FULL_SHARD else 1
+    sizes = [parameter.numel() * parts for parameter in model.parameters()]
+    assert sorted(sizes) == [20, 36, 72]
+    assert sum(sizes) == total
+    assert [sum(p.numel() for p in each.parameters()) * parts for each in (inner, middle, model)] == [36, 108, 128]
+    assert FSDP.fsdp_modules(model) == [model, middle, inner]
+    with trace.record() as recorder:
+        model(torch.ones(2, 8, device=device())).sum().backward()
+    reduced = {event.unit: event.num_bytes for event in recorder.events if event.kind in ("RS", "AR")}
+    assert reduced == {"": 4 * 20, "0": 4 * 72, "0.1": 4 * 36}, "each gradient is reduced once"
+
+
+@pytest.mark.spec("CTOR-15", "WRAP-15")
+@ranks(2)
+def test_manually_nested_instances_train_like_those_of_a_policy() -> None:
+    by_hand = seeded()
+    for index in range(4):
+        by_hand.blocks[index] = FSDP(by_hand.blocks[index])
+    models = [FSDP(by_hand), wrapped()]
+    for model in models:
+        iterate(model)
+    assert_same(flat_parameters(models[0]), flat_parameters(models[1]), bitwise=True)
+    assert_same(flat_gradients(models[0]), flat_gradients(models[1]), bitwise=True)
+
+
+@pytest.mark.spec("CTOR-13")
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@ranks(2)
+def test_printing_shows_every_unit_as_a_layer(keep: bool) -> None:
+    model = FSDP(nn.Sequential(wrapped(use_orig_params=keep), FSDP(nn.Linear(2, 2, device=device()))))
+    assert len(FSDP.fsdp_modules(model)) == 7
+    for each in (model, model[0], model[1]):
+        assert num_printed(each) == len(FSDP.fsdp_modules(each))
+        assert str(each) == repr(each)
+    iterate(model[0])
+    assert num_printed(model) == 7
+    lines = [line.strip() for line in repr(model[0]).splitlines()]
+    assert any(line.startswith("(enter): Linear(") for line in lines), "a module that is not a unit stays a layer"
+
+
+def num_printed(model: nn.Module) -> int:
+    """The number of wrappers in ``repr``. A list of equal layers is printed once, with their number in front."""
+    found = re.findall(r"(?:(\d+) x )?FullyShardedDataParallel\(", repr(model))
+    return sum(int(number or 1) for number in found)
+
+
+# --- changing the wrapped module without the wrapper ---
+
+
+def rename(layer: nn.Module) -> None:
+    layer.kernel = layer.weight
+    del layer.weight
+
+
+def replace_by_a_tensor(layer: nn.Module) -> None:
+    layer._parameters.pop("weight", None)  # nn.Module does not allow a tensor to replace a parameter
+    layer.weight = torch.ones(WIDTH, WIDTH, device=device())
+
+
+CHANGES: dict[str, Callable[[nn.Module], None]] = {
+    "remove": lambda layer: delattr(layer, "weight"),
+    "rename": rename,
+    "replace by a parameter": lambda layer: setattr(layer, "weight", nn.Parameter(torch.ones(6, 6, device=device()))),
+    "replace by a tensor": replace_by_a_tensor,
+    "replace by nothing": lambda layer: setattr(layer, "weight", None),
+}
+MARKS_VIEWS = pytest.mark.not_simulated("it marks parameters, and the package keeps marks on views")
+
+
+@pytest.mark.spec("CTOR-12")
+@pytest.mark.parametrize("change", list(CHANGES))
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@ranks(2)
+def test_deleted_or_replaced_name_raises_at_the_next_forward(
+    change: str, keep: bool, strategy: ShardingStrategy
+) -> None:
+    model = FSDP(seeded(), sharding_strategy=strategy, use_orig_params=keep)
+    iterate(model)
+    CHANGES[change](model.module.blocks[1].linear)
+    for _ in range(2):
+        with refused(RuntimeError, "'blocks.1.linear.weight'", "Linear", "summon_full_params"):
+            model(batch())
+
+
+@pytest.mark.spec("CTOR-12")
+@pytest.mark.parametrize("keep", [pytest.param(False, marks=MARKS_VIEWS), True], ids=["flat", "original"])
+@ranks(2)
+def test_parameter_replaced_before_the_first_forward_raises_and_can_be_restored(keep: bool) -> None:
+    plain = seeded()
+    model = FSDP(seeded(), use_orig_params=keep)
+    layer = model.module.leave
+    before = layer.bias
+    layer.bias = nn.Parameter(torch.zeros(2, device=device()))
+    with pytest.raises(RuntimeError, match=r"leave\.bias"):
+        model(batch())
+    del layer.bias
+    layer.bias = before
+    iterate(model)
+    with FSDP.summon_full_params(model, with_grads=keep):
+        assert_same(named(model), named(plain), bitwise=True)
+        if keep:
+            assert_same({name: p.grad for name, p in model.named_parameters()}, mean_gradients(plain))
+
+
+@pytest.mark.spec("CTOR-12", "FWD-05")
+@pytest.mark.parametrize(
+    "change", [*(name for name in CHANGES if name != "rename"), pytest.param("rename", marks=MARKS_VIEWS)]
+)
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@ranks(2)
+def test_parameter_replaced_between_forward_and_backward_raises_in_backward(
+    change: str, keep: bool, strategy: ShardingStrategy
+) -> None:
+    model = FSDP(seeded(), sharding_strategy=strategy, use_orig_params=keep)
+    loss = model(batch()).sum()
+    CHANGES[change](model.module.blocks[1].linear)
+    with refused(RuntimeError, "'blocks.1.linear.weight'", "Linear", "summon_full_params"):
+        loss.backward()
+
+
+class Headed(nn.Module):
+    """An encoder that another model may contain as well, and a head."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(torch.tanh(self.encoder(x)))
+
+
+def two_models(kind: str = "") -> list[nn.Module]:
+    torch.manual_seed(0)
+    encoder: nn.Module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    encoder = shard(kind, encoder) if kind else encoder.to(device())
+    models = [Headed(encoder).to(device()) for _ in range(2)]
+    return [shard(kind, model) for model in models] if kind else models
+
+
+def backward_of_sum(first: torch.Tensor, second: torch.Tensor) -> None:
+    (first + second).backward()
+
+
+def backward_one_by_one(first: torch.Tensor, second: torch.Tensor) -> None:
+    first.backward()
+    second.backward()
+
+
+@pytest.mark.spec("CTOR-11")
+@every_kind
+@pytest.mark.parametrize("backward", [backward_of_sum, backward_one_by_one])
+@ranks(2)
+def test_two_models_with_a_common_unit_run_forward_before_both_run_backward(kind: str, backward: Any) -> None:
+    """Defect: the second forward makes its model the root of the unit, and the first head gets no gradient."""
+    found = []
+    for models in (two_models(), two_models(kind)):
+        parameters = dict.fromkeys(parameter for model in models for parameter in model.parameters())
+        optimizer = torch.optim.SGD(list(parameters), lr=0.1)
+        for step in range(3):
+            first, second = (model(batch(step, rank=0) + number).square().mean() for number, model in enumerate(models))
+            backward(first, second)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({f"{i} {name}": value for i, m in enumerate(models) for name, value in full_values(m).items()})
+    assert_same(*found, bitwise=False)

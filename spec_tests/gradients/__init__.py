@@ -1,0 +1,1 @@
+"""Gradients: hooks, shared gradients, and custom autograd functions."""

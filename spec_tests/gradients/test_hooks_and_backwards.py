@@ -1,0 +1,303 @@
+"""Special cases: several backwards, hooks, frozen submodules, complex numbers, and tensor parallelism.
+
+No single requirement covers these cases, but existing training loops depend on them.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from spec_tests.harness import device, ranks
+from spec_tests.models.gradients import assert_mean_gradients, mean_gradients_of, step_with
+from spec_tests.models.modules import MLP, WIDTH, Block, seeded
+from spec_tests.models.running import batch, iterate, loss_of, recorded_iteration
+from spec_tests.models.sharding import all_connected, sharded
+from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
+from spec_tests.prefetch.test_counts import WHOLE
+from spec_tests.subject import fully_shard, trace
+from spec_tests.waiting import comes_true
+
+# --- backward ---
+
+
+@pytest.mark.spec("FS2-13", "NEW-07")
+@ranks(2)
+def test_a_graph_that_is_kept_can_be_run_backward_twice() -> None:
+    model = sharded()
+    loss = loss_of(model(batch()))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    once = mean_gradients(seeded())
+    assert_same(full_gradients(model), {name: 2 * gradient for name, gradient in once.items()})
+    model.zero_grad()
+    assert recorded_iteration(model) == WHOLE[None]
+
+
+@pytest.mark.spec("FS2-13")
+@ranks(2)
+def test_input_gradient_is_correct_and_its_computation_alone_reduces_nothing() -> None:
+    model, plain = sharded(), seeded()
+    for only_input in (True, False):
+        inputs = [batch().requires_grad_() for _ in range(2)]
+        losses = [loss_of(each(x)) for each, x in zip((model, plain), inputs, strict=True)]
+        if only_input:
+            gradients = [torch.autograd.grad(loss, x)[0] for loss, x in zip(losses, inputs, strict=True)]
+        else:
+            for loss in losses:
+                loss.backward()
+            gradients = [x.grad for x in inputs]
+        torch.testing.assert_close(*gradients)
+        if only_input:
+            assert full_gradients(model) == {}
+    assert_same(full_gradients(model), mean_gradients(seeded()))
+
+
+class Towers(nn.Module):
+    """A part that is not trained, and runs without a graph, and a trained part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.trained = Block(), Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            x = self.frozen(x)
+        return self.trained(x)
+
+
+@pytest.mark.spec("FS2-13", "FS2-21")
+@ranks(2)
+def test_tower_without_grad_runs_inside_a_recorded_forward() -> None:
+    model, plain = seeded(Towers), seeded(Towers)
+    for part in (model.frozen, model.trained, model):
+        fully_shard(part)
+    for step in range(2):
+        with trace.record() as recorder:
+            assert_mean_gradients(model, plain, [step])
+        assert recorder.order("AG") == ["AG frozen", "AG trained", "AG trained"]
+
+
+@pytest.mark.spec("FS2-17", "FS2-21")
+@ranks(2)
+def test_inference_mode_and_training_may_alternate() -> None:
+    model, plain = sharded(), seeded()
+    for step in range(2):
+        with torch.inference_mode():
+            assert torch.equal(model(batch(step)), plain(batch(step)))
+        assert_mean_gradients(model, plain, [step])
+
+
+@pytest.mark.spec("FS2-13", "FS2-PREF-08")
+@ranks(2)
+def test_losses_on_inner_outputs_give_gradients_to_their_units() -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        outputs: list[Tensor] = []
+        hooks = [model.blocks[i].register_forward_hook(lambda _, __, out: outputs.append(out)) for i in (0, 2)]
+        outputs.append(model(x))
+        for hook in hooks:
+            hook.remove()
+        return sum(loss_of(output) for output in outputs)
+
+    # Autograd adds the gradients of several paths into one tensor in the order in which they arrive.
+    assert_mean_gradients(sharded(), seeded(), [0], loss=loss, bitwise=False)
+
+
+# --- calls of single modules ---
+
+
+@pytest.mark.spec("FS2-09", "FS2-13")
+@ranks(2)
+def test_units_work_independently_if_their_root_is_never_called() -> None:
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return loss_of(model.blocks[1](torch.tanh(model.blocks[0](x))))
+
+    model = sharded()
+    for step in range(2):
+        assert_mean_gradients(model, seeded(), [step], loss=loss)
+        assert {type(p.data) for p in model.parameters()} == {DTensor}
+
+
+@pytest.mark.spec("FS2-09", "FS2-21")
+@ranks(2)
+def test_inner_unit_runs_alone_between_iterations_of_root() -> None:
+    model, plain = sharded(), seeded()
+    for step in range(3):
+        with torch.no_grad():
+            assert torch.equal(model.blocks[2](batch(step)), plain.blocks[2](batch(step)))
+        assert_mean_gradients(model, plain, [step])
+
+
+# --- hooks and values of parameters ---
+
+
+@pytest.mark.spec("FS2-13", "FS2-OPT-04")
+@ranks(2)
+def test_an_optimizer_may_step_inside_of_backward() -> None:
+    """Follows a recipe from torch's tutorials that frees each gradient immediately after its use."""
+    model, plain = sharded(), seeded()
+    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
+
+    def step_at_once(parameter: nn.Parameter) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step_at_once)
+    oracle = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    for step in range(3):
+        iterate(model, step)
+        assert all(p.grad is None for p in model.parameters())
+        step_with(mean_gradients(plain, (step,)), plain, oracle)
+    assert_same(full_values(model), named(plain))
+
+
+@pytest.mark.spec("FS2-04", "FS2-SD-01")
+@ranks(2)
+def test_model_loaded_while_unsharded_uses_loaded_values() -> None:
+    for reshard_after_forward in (None, False):
+        model, plain = sharded(reshard_after_forward=reshard_after_forward), seeded()
+        with torch.no_grad():
+            model(batch())
+        state = {name: value * 2 for name, value in model.state_dict().items()}
+        model.load_state_dict(state)
+        with torch.no_grad():
+            for parameter in plain.parameters():
+                parameter.mul_(2)
+            assert torch.equal(model(batch()), plain(batch()))
+
+
+@pytest.mark.spec("FS2-04", "FS2-13")
+@pytest.mark.parametrize("has_run", [False, True])
+@ranks(2)
+def test_conversion_of_the_sharded_model_takes_effect(has_run: bool) -> None:
+    model, plain = sharded(), seeded().double()
+    if has_run:
+        assert_mean_gradients(model, seeded(), [0])
+    model.to(torch.float64)
+    loss_of(model(batch().double())).backward()
+    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float64}
+    expected = mean_gradients_of(lambda net, x: loss_of(net(x.double())), plain)
+    for name, gradient in full_gradients(model).items():
+        torch.testing.assert_close(gradient, expected[name])
+    for name, value in full_values(model).items():
+        torch.testing.assert_close(value, named(plain)[name])
+
+
+class Listed(nn.Module):
+    """Has its parameters in a list and a dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scales = nn.ParameterList([torch.ones(WIDTH), torch.full((WIDTH,), 2.0)])
+        self.named = nn.ParameterDict({"shift": torch.zeros(WIDTH)})
+        self.scales[0].is_special = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scales[0] * self.scales[1] + self.named["shift"]
+
+
+@pytest.mark.spec("FS2-04", "FS2-09")
+@ranks(2)
+def test_parameter_lists_and_attributes_of_parameters_are_kept() -> None:
+    model = fully_shard(seeded(Listed))
+    assert [getattr(scale, "is_special", False) for scale in model.scales] == [True, False]
+    assert {type(p.data) for p in model.parameters()} == {DTensor}
+    assert_mean_gradients(model, seeded(Listed))
+
+
+@pytest.mark.spec("FS2-01")
+@ranks(2)
+def test_unreferenced_model_is_deallocated() -> None:
+    model = sharded()
+    iterate(model)
+    gone = [weakref.ref(model), *(weakref.ref(block.linear.weight.to_local()) for block in model.blocks)]
+    del model
+    # An accelerator's backward runs on a separate thread, which releases a graph only when it starts the next.
+    torch.ones(1, device=device(), requires_grad=True).sum().backward()
+    gc.collect()
+    assert comes_true(lambda: [reference() for reference in gone] == [None] * 5)
+
+
+# --- complex numbers ---
+
+
+class Waves(nn.Module):
+    """A filter in the frequency domain, whose weights are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=WIDTH)
+
+
+@pytest.mark.spec("FS2-16")
+@ranks(2)
+def test_unit_of_complex_parameters_trains_like_an_unsharded_one() -> None:
+    plain, model = (seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Waves())) for _ in range(2))
+    for part in (*model, model):
+        fully_shard(part)
+    assert_mean_gradients(model, plain, [0], bitwise=False)
+    assert model[1].filter.is_complex()
+
+
+# --- together with tensor parallelism ---
+
+
+@pytest.mark.spec("FS2-04", "FS2-16")
+@ranks(4)
+def test_data_parallel_and_tensor_parallel_use_different_mesh_dimensions() -> None:
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "tensor"))
+    all_connected()
+    plain, model = (seeded(lambda: nn.Sequential(MLP(WIDTH, 24), MLP(WIDTH, 24))) for _ in range(2))
+    for layers in model:
+        parallelize_module(layers, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        fully_shard(layers, mesh=mesh["data"])
+    fully_shard(model, mesh=mesh["data"])
+    optimizer, oracle = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
+    for step in range(3):
+        # Ranks of one tensor-parallel group use the same batch.
+        loss_of(model(batch(step, mesh["data"].get_local_rank()))).backward()
+        expected = mean_gradients(plain, [step], num_ranks=2)
+        assert_same(full_gradients(model), expected)
+        optimizer.step()
+        optimizer.zero_grad()
+        step_with(expected, plain, oracle)
+    assert_same(full_values(model), named(plain))
+
+
+@pytest.mark.spec("FS2-04")
+@ranks(4)
+def test_gradients_of_parameters_that_tensor_parallelism_replicates_are_summed() -> None:
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "tensor"))
+    plain, model = (seeded(lambda: nn.Sequential(nn.LayerNorm(WIDTH))) for _ in range(2))
+    # Each rank has a part of the sequence.
+    parallelize_module(model, mesh["tensor"], {"0": SequenceParallel(sequence_dim=0, use_local_output=True)})
+    fully_shard(model, mesh=mesh["data"])
+    loss_of(model(batch())).backward()
+    sums = {name: 2 * gradient for name, gradient in mean_gradients(plain, [0]).items()}
+    assert_same(full_gradients(model), sums, bitwise=False)
+
+
+@pytest.mark.spec("NEW-05")
+@ranks(4)
+def test_a_parameter_of_tensor_parallelism_stays_registered_on_a_smaller_mesh() -> None:
+    mesh = init_device_mesh(device().type, (4, 1), mesh_dim_names=("data", "tensor"))
+    plain, model = (seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH))) for _ in range(2))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
+    fully_shard(model, mesh=mesh["data"], reshard_after_forward=2)
+    registered = model[0].weight
+    loss = loss_of(model(batch()))
+    assert model[0].weight is registered
+    loss.backward()
+    assert_same(full_gradients(model), mean_gradients(plain, [0]), bitwise=False)

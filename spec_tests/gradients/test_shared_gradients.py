@@ -1,0 +1,212 @@
+"""Gradients keep their own memory: the reduction changes no other tensor, and no other code changes its input."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from minifsdp import set_reduction_overlap
+from spec_tests.harness import device, ranks
+from spec_tests.models.kinds import every_kind, shard
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ShardingStrategy
+
+STRATEGIES = [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
+
+
+class Add(nn.Module):
+    """Adds a parameter to its input, so autograd passes the same gradient tensor to both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight
+
+
+class Model(nn.Module):
+    """A layer before the addition, and a product after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.before, self.add = nn.Linear(4, 4), Add()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.add(self.before(x)) * x.detach()
+
+
+def both() -> Any:
+    return dist.init_device_mesh(device().type, (2,))
+
+
+def batch(rank: int, number: int = 0) -> Tensor:
+    return torch.full((4, 4), 1.0 + rank + 2 * number, device=device())
+
+
+def gradients_of_plain(counts: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Gradients of a single process: the mean over ranks of the sum over micro-batches."""
+    model = Model().to(device(), dtype)
+    for rank in range(dist.get_world_size()):
+        for number in range(counts):
+            (model(batch(rank, number).to(dtype)).sum() / dist.get_world_size()).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def full_gradients(model: FSDP) -> dict[str, Tensor]:
+    with FSDP.summon_full_params(model, with_grads=True):
+        names = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in model.named_parameters()}
+        return {name: p.grad.clone() for name, p in names.items() if p.grad is not None}
+
+
+@pytest.mark.spec("GRAD-01")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("counts", [1, 3])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_a_gradient_that_shares_memory_with_another_one_changes_neither(
+    strategy: ShardingStrategy, counts: int, dtype: torch.dtype
+) -> None:
+    model = Model().to(device(), dtype)
+    options: dict[str, Any] = {"sharding_strategy": strategy, "device_id": device(), "use_orig_params": True}
+    model.add = FSDP(model.add, **options)  # type: ignore[assignment]
+    model.before = FSDP(model.before, **options)  # type: ignore[assignment]
+    wrapped = FSDP(model, **options)
+    for number in range(counts):
+        context = wrapped.no_sync() if number < counts - 1 else contextlib.nullcontext()
+        with context:
+            x = batch(dist.get_rank(), number).to(dtype).requires_grad_()
+            plain = Model().to(device(), dtype)
+            (expected,) = torch.autograd.grad(plain(y := x.detach().requires_grad_()).sum(), y)
+            wrapped(x).sum().backward()
+            assert x.grad is not None
+            assert torch.allclose(x.grad, expected, rtol=1e-2)
+    for name, gradient in full_gradients(wrapped).items():
+        assert torch.allclose(gradient, gradients_of_plain(counts, dtype)[name], rtol=1e-2), name
+
+
+@pytest.mark.spec("GRAD-01")
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_a_communication_hook_that_divides_in_place_changes_no_other_gradient(strategy: ShardingStrategy) -> None:
+    wrapped = FSDP(Add(), sharding_strategy=strategy, device_id=device())
+
+    def divide(state: None, whole: Tensor, local_shard: Tensor | None = None) -> None:
+        whole.div_(2.0)
+        dist.all_reduce(whole)
+        if local_shard is not None:
+            local_shard.copy_(whole.chunk(2)[dist.get_rank()])
+
+    wrapped.register_comm_hook(None, divide)
+    x = batch(dist.get_rank()).requires_grad_()
+    wrapped(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
+@pytest.mark.spec("GRAD-01")
+@ranks(2)
+def test_a_gradient_that_a_hook_keeps_is_not_changed_by_the_reduction() -> None:
+    wrapped = FSDP(Add(), sharding_strategy=ShardingStrategy.NO_SHARD, device_id=device())
+    kept: list[Tensor] = []
+    wrapped.module._parameters["_flat_param"].register_hook(kept.append)  # type: ignore[union-attr]
+    (wrapped(batch(0)).sum() * (1.0 + dist.get_rank())).backward()
+    assert torch.equal(kept[0], torch.full((16,), 1.0 + dist.get_rank(), device=device()))
+
+
+class InPlace(torch.autograd.Function):
+    """Identity in forward. Its backward writes to the gradient tensor in place, as some programs do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.mul_(100.0)
+
+
+def by_a_function(x: Tensor) -> Tensor:
+    return InPlace.apply(x)
+
+
+def by_a_hook(x: Tensor) -> Tensor:
+    copied = x.clone()
+    copied.register_hook(lambda gradient: gradient.mul_(100.0))
+    return copied
+
+
+@pytest.mark.spec("GRAD-01")
+@pytest.mark.parametrize("change", [by_a_function, by_a_hook])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("overlaps", [True, False])
+@ranks(2)
+def test_user_code_may_change_the_input_gradient_during_the_reduction_of_the_unit(
+    change: Any, strategy: ShardingStrategy, dtype: torch.dtype, overlaps: bool
+) -> None:
+    # Large enough that on CPUs it is sent directly from its own memory.
+    unit = Add()
+    unit.weight = nn.Parameter(torch.ones(1024, 1024, dtype=dtype))
+    model = FSDP(unit, sharding_strategy=strategy, device_id=device())
+    if strategy is not ShardingStrategy.NO_SHARD:
+        set_reduction_overlap(model, overlaps)
+    x = torch.ones(1024, 1024, dtype=dtype, device=device(), requires_grad=True)
+    (model(change(x)) * (dist.get_rank() + 1)).sum().backward()
+    assert x.grad is not None and x.grad.unique().tolist() == [100.0 * (dist.get_rank() + 1)]
+    (parameter,) = model.parameters()
+    assert parameter.grad is not None and parameter.grad.unique().tolist() == [1.5]
+
+
+@pytest.mark.spec("GRAD-01")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+@ranks(2)
+def test_gradient_that_a_hook_of_a_flat_parameter_keeps_does_not_change(strategy: str) -> None:
+    model = FSDP(nn.Linear(4, 4), sharding_strategy=ShardingStrategy[strategy], device_id=device())
+    (flat,) = model.parameters()
+    kept: list[tuple[Tensor, Tensor]] = []
+    flat.register_hook(lambda gradient: kept.append((gradient, gradient.clone())))
+    with model.no_sync():
+        for _ in range(2):
+            model(torch.ones(2, 4, device=device()) + dist.get_rank()).sum().backward()
+    model(torch.ones(2, 4, device=device()) + dist.get_rank()).sum().backward()
+    assert len(kept) == 3
+    assert all(torch.equal(gradient, before) for gradient, before in kept)
+
+
+class AddView(Add):
+    """Adds a view of a parameter, so autograd passes a view of the gradient to it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.weight.view(4, 4)
+
+
+@pytest.mark.spec("GRAD-01")
+@every_kind
+@ranks(2)
+def test_gradient_of_an_input_shares_no_memory_with_that_of_the_output(kind: str) -> None:
+    model = shard(kind, Add())
+    x = torch.ones(4, 4, device=device(), requires_grad=True)
+    given = torch.ones(4, 4, device=device())
+    model(x).backward(given)
+    # A program may reuse the memory of a gradient that it has passed to backward.
+    given.zero_()
+    assert x.grad is not None and x.grad.unique().tolist() == [1.0]
+
+
+@pytest.mark.spec("GRAD-01")
+@pytest.mark.parametrize("option", ["True", "False"])
+@ranks(2)
+def test_accumulation_without_reduction_does_not_change_gradients_of_inputs(option: str) -> None:
+    model = shard(f"fully_shard {option}", AddView())
+    model.set_requires_gradient_sync(False)
+    inputs = [torch.ones(4, 4, device=device(), requires_grad=True) for _ in range(2)]
+    for number, x in enumerate(inputs):
+        model(x).backward(torch.full_like(x, 1.0 + number))
+    assert [x.grad.unique().tolist() for x in inputs if x.grad is not None] == [[1.0], [2.0]]

@@ -1,0 +1,1 @@
+"""Memory that a call or a step keeps."""

@@ -1,0 +1,1 @@
+"""Hybrid sharding, device meshes, and tensor parallelism."""

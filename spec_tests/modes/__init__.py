@@ -1,0 +1,1 @@
+"""Compilers, fake tensors, and calls inside autograd modes."""

@@ -1,0 +1,1 @@
+"""Frozen, shared, ignored and original parameters, and their names."""

@@ -1,0 +1,1 @@
+"""Training runs compared with the plain model, DDP and torch's FSDPs."""

@@ -1,0 +1,1 @@
+"""The order of all-gathers and reductions, prefetch, and the rate limiter."""

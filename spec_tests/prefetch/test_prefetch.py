@@ -1,0 +1,110 @@
+"""Prefetching and communication streams that both APIs have in common.
+
+Options and methods of one API are in ``prefetch/test_wrapper_prefetch.py`` and ``prefetch/test_explicit_prefetch.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+
+from minifsdp.engine import collectives
+from minifsdp.engine.comm_streams import CommStream
+from minifsdp.engine.events import events
+from spec_tests.harness import ranks
+from spec_tests.models.apis import Api, both_apis
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import Watch, backward_words, batch, iterate, loss_of, said
+from spec_tests.subject import trace
+
+
+@pytest.mark.api_spec(wrapper=["PREF-02", "PREF-09"], fully_shard=["FS2-PREF-02"])
+@both_apis
+@ranks(2)
+def test_pre_prefetch_all_gathers_before_current_gradients(api: Api) -> None:
+    plain = seeded()
+    watch = Watch(plain)
+    watch.in_backward = lambda unit: events.recorder.begin("GRAD", unit) and None
+    words = backward_words(api.shard(plain))
+    assert words.index("AG3") < words.index("B3"), "the root starts them"
+    for index in (3, 2, 1):
+        gather_of_next = words.index(f"AG{index - 1}")
+        assert words.index(f"B{index}") < gather_of_next < words.index(f"GRAD{index}")
+
+
+@pytest.mark.api_spec(wrapper=["PREF-08"], fully_shard=["FS2-PREF-02"])
+@pytest.mark.parametrize("orders", [[(2, 0, 3, 1)], [(0, 1, 2, 3), (3, 1, 0, 2)], [(1, 2), (3, 0, 2)]])
+@both_apis
+@ranks(2)
+def test_backward_prefetch_follows_the_reverse_forward_order_of_this_iteration(
+    api: Api, orders: Sequence[Sequence[int]]
+) -> None:
+    model = api.shard()
+    for step, order in enumerate(orders):
+        words = backward_words(model, step, order=order)
+        expected = [f"AG{order[-1]}"]
+        for position in reversed(range(len(order))):
+            expected += [f"B{order[position]}"] + ([f"AG{order[position - 1]}"] if position else [])
+        assert [word for word in words if word.startswith(("AG", "B"))] == expected
+
+
+@pytest.mark.api_spec(wrapper=["PREF-11"], fully_shard=["FS2-PREF-01"])
+@both_apis
+@ranks(2)
+def test_unit_is_all_gathered_at_its_own_forward_by_default(api: Api) -> None:
+    model = api.shard()
+    for step in range(3):
+        with trace.record() as recorder:
+            loss = loss_of(model(batch(step)))
+        loss.backward()
+        words = said(recorder.events).split()
+        for index in range(4):
+            forward = words.index(f"F{index}")
+            assert words[forward - 1] == f"AG{index}"
+            assert index == 0 or words[forward - 2] == f"FREE{index - 1}"
+
+
+@contextmanager
+def lanes_of_collectives() -> Iterator[set[tuple[str, str]]]:
+    """Records the stream on which each kind of collective is issued while the context is open."""
+    found: set[tuple[str, str]] = set()
+    inside, enter, leave = ["compute"], CommStream.__enter__, CommStream.__exit__
+
+    def entering(comm_stream: CommStream) -> CommStream:
+        inside.append(comm_stream.name)
+        return enter(comm_stream)
+
+    def leaving(comm_stream: CommStream, *error: Any) -> None:
+        inside.pop()
+        leave(comm_stream, *error)
+
+    def issuing(kind: str, issue: Callable[..., Any], *arguments: Any) -> Any:
+        found.add((kind, inside[-1]))
+        return issue(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CommStream, "__enter__", entering)
+        patch.setattr(CommStream, "__exit__", leaving)
+        for kind in ("all_gather", "reduce_scatter"):
+            patch.setattr(collectives, kind, partial(issuing, kind, getattr(collectives, kind)))
+        yield found
+
+
+@pytest.mark.api_spec(wrapper=["PREF-14"], fully_shard=["FS2-PREF-01"])
+@both_apis
+@ranks(2)
+def test_collectives_are_issued_on_labelled_comm_streams(api: Api) -> None:
+    """Checks the actual stream too: a label alone could be right even if everything ran on the compute stream."""
+    model = api.shard()
+    iterate(model)
+    with trace.record() as recorder, lanes_of_collectives() as issued:
+        iterate(model)
+    comm_streams = {
+        kind: {event.stream for event in recorder.events if event.kind == kind} for kind in ("AG", "F", "B", "RS")
+    }
+    assert comm_streams == {"AG": {"gather"}, "F": {"compute"}, "B": {"compute"}, "RS": {"reduce"}}
+    assert issued == {("all_gather", "gather"), ("reduce_scatter", "reduce")}

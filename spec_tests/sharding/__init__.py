@@ -1,0 +1,1 @@
+"""How parameters are divided into units and shards."""

@@ -1,0 +1,200 @@
+"""Flat units: of one rank, of one element, with parameters that cannot be one tensor or that the user changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from minifsdp.engine.comm_streams import CommStreams
+from minifsdp.engine.flat import FlatLayout
+from minifsdp.engine.layout import owned_parameters
+from minifsdp.engine.mesh import MeshGroups
+from minifsdp.engine.precision import Precision
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import MLP, Scale, chain
+from spec_tests.models.small import assert_gradients, draw, mean_gradients, shard_each, square_loss, train_once
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+
+both_kinds = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
+
+
+def a_block() -> MLP:
+    (block,) = chain(1)
+    return block
+
+
+def lay_out(module: nn.Module, compute: torch.dtype | None = None) -> FlatLayout:
+    parameters = owned_parameters(module.named_modules(), set())
+    return FlatLayout(module, parameters, MeshGroups(None, None), device(), Precision(compute=compute))
+
+
+def all_gather(layout: FlatLayout) -> None:
+    comm_streams = CommStreams(device())
+    comm_streams.all_gather.wait_compute()  # a root does this once per iteration
+    handle = layout.all_gather(comm_streams)
+    if handle is not None:
+        handle.wait()
+
+
+# --- a unit that is not shared between ranks ---
+
+
+@pytest.mark.spec("CTOR-14")
+@ranks(1)
+def test_one_rank_unit_computes_in_stored_memory() -> None:
+    block = a_block()
+    layout = lay_out(block)
+    with pytest.raises(RuntimeError, match="wrap"):
+        # No callback is registered yet, so the layout would ignore the gradient.
+        block(draw(0))
+    layout.on_gradient(lambda: None)
+    assert layout.all_gather(CommStreams(device())) is None
+    layout.use_unsharded_params()
+    assert block.up.weight.untyped_storage().data_ptr() == layout.registered.shard.untyped_storage().data_ptr()
+    assert layout.free() is None
+    layout.use_sharded_params()
+    assert torch.equal(block(draw(0)), a_block()(draw(0))), "the full values may stay visible"
+
+
+@pytest.mark.spec("PROG-06")
+@ranks(1)
+def test_a_loss_of_a_weight_between_forwards_trains_in_every_step() -> None:
+    plain, model = chain(2), FSDP(chain(2), device_id=device())
+    plain = plain.to(device())
+    for one, block in ((plain, plain[1]), (model, model.module[1])):
+        optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+        with torch.inference_mode():
+            one(draw(0))
+        for step in range(3):
+            optimizer.zero_grad()
+            one(draw(0, step)).sum().backward()
+            block.up.weight.square().sum().backward()
+            optimizer.step()
+    assert torch.equal(model.module[1].up.weight, plain[1].up.weight)
+
+
+@pytest.mark.spec("MP-02")
+@ranks(1)
+def test_one_rank_cast_unit_frees_its_copy() -> None:
+    block = a_block()
+    layout = lay_out(block, torch.bfloat16)
+    all_gather(layout)
+    layout.use_unsharded_params()
+    view = block.up.weight
+    assert torch.equal(view, a_block().up.weight.bfloat16())
+    layout.use_sharded_params()
+    assert layout.free() is not None
+    assert view.untyped_storage().size() == 0
+
+
+@pytest.mark.spec("COST-03")
+@ranks(1)
+def test_the_gradient_before_is_freed_when_the_gradients_of_all_weights_are_computed() -> None:
+    """Defect: the callback belongs to the first weight, whose view has more nodes if it is transposed."""
+    for weight in (torch.ones(2, 3), torch.ones(3, 2).t()):
+        module, calls = nn.Module(), list[str]()
+        module.first, module.second = nn.Parameter(weight), nn.Parameter(torch.ones(2))
+        layout = lay_out(module.to(device()))
+        layout.on_gradient(lambda calls=calls: calls.append("complete"), lambda *_, calls=calls: calls.append("free"))
+        all_gather(layout)
+        layout.use_unsharded_params()
+        for name in ("first", "second"):
+            getattr(module, name).register_hook(lambda _, name=name, calls=calls: calls.append(name))
+        (module.second * module.first.sum(1)).sum().backward()
+        assert sorted(calls[:2]) == ["first", "second"]
+        assert calls[2:] == ["free", "complete"]
+        layout.use_unsharded_params()
+        calls.clear()
+        module.second.sum().backward()
+        assert calls == ["free", "complete"]
+
+
+# --- parameters that can share a unit ---
+
+
+@both_kinds
+@ranks(2)
+def test_parameters_of_several_dtypes_in_one_unit_raise_with_the_dtypes(original: bool) -> None:
+    block = a_block()
+    block.down.to(torch.bfloat16)
+    with pytest.raises(ValueError, match=r"MLP has parameters of several dtypes \(torch.bfloat16, torch.float32\)"):
+        FSDP(block, use_orig_params=original, device_id=device())
+
+
+@pytest.mark.parametrize("original", [False, True])
+@ranks(2)
+def test_integer_only_unit_raises_with_names_and_remedy(original: bool) -> None:
+    module = nn.Module()
+    module.counts = nn.Parameter(torch.arange(4), requires_grad=False)
+    with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: .*torch.int64: counts.*ignored_states"):
+        FSDP(module, use_orig_params=original, device_id=device())
+
+
+@ranks(2)
+def test_unit_of_one_element_trains_with_only_padding_on_one_rank() -> None:
+    for original in (False, True):
+        model = shard_each(nn.Sequential(Scale().to(device())), use_orig_params=original)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        plain = Scale().to(device())
+        expected = sum(torch.autograd.grad(square_loss(plain, rank), [plain.weight])[0] for rank in (0, 1)) / 2
+        train_once(model)
+        optimizer.step()
+        with type(model).summon_full_params(model):
+            (weight,) = model.parameters()
+            assert weight.shape == ()
+            torch.testing.assert_close(weight.detach(), 0.5 - expected)
+
+
+@ranks(2)
+@pytest.mark.spec("FWD-04")
+def test_recurrent_unit_trains_with_unsharded_weights() -> None:
+    torch.manual_seed(3)
+    plain = nn.LSTM(3, 2).to(device())
+    sharded = nn.LSTM(3, 2)
+    sharded.load_state_dict(plain.state_dict())
+    model: Any = shard_each(nn.Sequential(sharded))
+    for _ in range(2):
+        output, (hidden, _) = model(draw(0))
+        expected, (expected_hidden, _) = plain(draw(0))
+        torch.testing.assert_close(output, expected)
+        (output.sum() + hidden.sum()).backward()
+        (expected.sum() + expected_hidden.sum()).backward()
+    flat = torch.cat([p.grad.reshape(-1) for p in plain.parameters() if p.grad is not None])
+    local_shard = model[0]._unit.layout.registered.shard.grad
+    index = torch.distributed.get_rank()
+    mine = flat[index * local_shard.numel() : (index + 1) * local_shard.numel()]
+    torch.testing.assert_close(local_shard[: mine.numel()], mine)
+
+
+@pytest.mark.spec("FWD-08")
+@ranks(2)
+def test_zero_grad_of_one_parameter_drops_its_unreduced_gradient_and_zero_grad_of_all_drops_everything() -> None:
+    model, plain = FSDP(a_block(), device_id=device(), use_orig_params=True), a_block()
+    once = mean_gradients(plain, square_loss)
+    with model.no_sync():
+        train_once(model)
+    model.module.up.bias.grad = None
+    train_once(model)
+    twice = mean_gradients(plain, lambda m, rank: 2 * square_loss(m, rank))
+    assert_gradients(model, {**twice, "up.bias": once["up.bias"]})
+    model.zero_grad()
+    with model.no_sync():
+        train_once(model)
+    model.zero_grad()
+    train_once(model)
+    assert_gradients(model, once)
+
+
+@ranks(2)
+def test_a_parameter_that_was_given_another_size_raises_with_its_name() -> None:
+    model = FSDP(a_block(), device_id=device(), use_orig_params=True)
+    bias = model.module.down.bias
+    message = rf"'down.bias' was set to a tensor of 7 elements.*this rank has {bias.numel()}.*summon_full_params"
+    assert bias.numel() == (3 if dist.get_rank() == 1 else 0)
+    bias.data = torch.zeros(7, device=device())
+    with pytest.raises(RuntimeError, match=message):
+        model(draw(0))

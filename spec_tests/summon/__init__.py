@@ -1,0 +1,1 @@
+"""Unsharded parameters outside of a step: ``summon_full_params``, ``apply``, and ``unshard``."""

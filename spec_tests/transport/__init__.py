@@ -1,0 +1,1 @@
+"""Collectives, and the transport for gloo."""

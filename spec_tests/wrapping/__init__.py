@@ -1,0 +1,1 @@
+"""Policies that choose the modules to wrap."""

@@ -1,0 +1,397 @@
+"""Which modules become units. These tests need no process group, because they replace the wrapper with `Box`.
+
+The reference is torch's own ``_auto_wrap`` with the same replacement. ``test_wrap_units.py`` and other files test the
+requirements that need the real wrapper (WRAP-01, WRAP-11, WRAP-14, WRAP-15, WRAP-17).
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.fsdp.wrap as torch_wrap
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointWrapper,
+    apply_activation_checkpointing,
+)
+from torch.nn.modules.batchnorm import _BatchNorm
+
+import minifsdp.wrap
+from minifsdp.fsdp1.options import MixedPrecision
+from minifsdp.fsdp1.wrap import auto_wrap, choose, require_policy
+from minifsdp.wrap import default_auto_wrap_policy
+from spec_tests import subject
+from spec_tests.subject import (
+    CustomPolicy,
+    ModuleWrapPolicy,
+    always_wrap_policy,
+    lambda_auto_wrap_policy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)
+from spec_tests.wrapping.boxes import (
+    Block,
+    Box,
+    WideBlock,
+    at_least_40,
+    blocks,
+    boxes,
+    chosen_paths,
+    cut,
+    cut_by_torch,
+    linears,
+)
+
+_or_policy = subject.wrap._or_policy
+
+
+Call = tuple[str, bool, int]
+
+
+def encoder() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16), num_layers=2, enable_nested_tensor=False)
+
+
+TREES = {"linears": linears, "encoder": encoder, "blocks": blocks}
+
+
+def recording(root: nn.Module, policy: Callable[..., bool]) -> tuple[Callable[..., bool], list[Call]]:
+    """Returns ``policy`` with recording, and the list that records its calls, with modules as paths."""
+    paths = {module: path for path, module in root.named_modules()}
+    calls: list[Call] = []
+
+    def asked(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        calls.append((paths[module], recurse, nonwrapped_numel))
+        return policy(module=module, recurse=recurse, nonwrapped_numel=nonwrapped_numel)
+
+    return asked, calls
+
+
+# --- the protocol of policies that are functions ---
+
+
+@pytest.mark.spec("WRAP-02", "WRAP-03", "WRAP-10")
+def test_policy_is_called_before_and_after_children() -> None:
+    root = linears()
+    policy, calls = recording(root, at_least_40)
+    assert chosen_paths(root, policy) == ["2"]
+    assert calls == [
+        ("", True, 120),
+        ("0", True, 30),
+        ("1", True, 30),
+        ("2", True, 60),
+        ("2.0", True, 30),
+        ("2.1", True, 30),
+        ("2", False, 60),
+    ]
+
+
+POLICIES: dict[str, Callable[..., bool]] = {
+    "always": always_wrap_policy,
+    "size": at_least_40,
+    "classes": functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.Linear, Block}),
+    "stays outside of blocks": lambda module, recurse, nonwrapped_numel: (
+        not (recurse and isinstance(module, WideBlock))
+    ),
+}
+
+
+@pytest.mark.spec("WRAP-02", "WRAP-03", "WRAP-10", "IGN-10")
+@pytest.mark.parametrize("ignores", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("tree", TREES)
+def test_policy_calls_and_their_order_equal_those_of_torch(tree: str, policy: str, ignores: bool) -> None:
+    asked: list[list[Call]] = []
+    paths: list[set[str]] = []
+    for cutting in (cut_by_torch, cut):
+        root = TREES[tree]()
+        question, calls = recording(root, POLICIES[policy])
+        modules, parameters = list(root.modules()), list(root.parameters())
+        ignored = {"ignored_modules": [modules[3]], "ignored_params": [parameters[-1]]} if ignores else {}
+        paths.append(set(cutting(root, question, **ignored)))
+        asked.append(calls)
+    assert asked[0] == asked[1]
+    assert paths[0] == paths[1]
+
+
+@pytest.mark.spec("IGN-10", "IGN-01")
+def test_ignored_shared_module_is_ignored_in_both_places() -> None:
+    shared = nn.Linear(5, 5)
+    root = nn.Sequential(Block(shared), Block(shared))
+    assert chosen_paths(root, always_wrap_policy, [root[0]]) == ["1.parts", "1"]
+
+
+@pytest.mark.spec("WRAP-03", "ORIG-16")
+def test_weight_that_a_unit_contains_does_not_count_for_a_tied_module() -> None:
+    root = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    root[1].weight = root[0].weight
+    policy, calls = recording(root, functools.partial(size_based_auto_wrap_policy, min_num_params=20))
+    assert chosen_paths(root, policy) == ["0"]
+    assert ("1", True, 8) in calls
+
+
+@pytest.mark.spec("WRAP-03")
+def test_module_with_two_parents_is_wrapped_once() -> None:
+    shared = nn.Linear(5, 5)
+    root = nn.Sequential(Block(shared), Block(shared, nn.ReLU()))
+    root.add_module("again", shared)
+    root.add_module("and_again", shared)
+    policy, calls = recording(root, lambda module, recurse, nonwrapped_numel: recurse or module is shared)
+    cut(root, policy)
+    wrapper = root.again
+    assert isinstance(wrapper, Box) and wrapper.module is shared
+    assert wrapper is root.and_again is root[0].parts[0] is root[1].parts[0]
+    assert [call for call in calls if call[0] == "0.parts.0"] == [("0.parts.0", True, 30), ("0.parts.0", False, 30)]
+    assert ("1", False, 7) in calls
+
+
+@pytest.mark.spec("WRAP-03")
+def test_module_shared_with_a_unit_does_not_become_a_unit_at_its_other_path() -> None:
+    shared = nn.Linear(5, 5)
+    root = nn.Sequential(WideBlock(nn.BatchNorm1d(3), shared), Block(shared))
+
+    def policy(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return not isinstance(module, WideBlock) if recurse else isinstance(module, nn.Linear)
+
+    assert chosen_paths(root, policy, (), (), (WideBlock,)) == ["0"]
+    assert chosen_paths(root, policy, (), (), (_BatchNorm,)) == ["0.parts.0", "0.parts.1"]
+
+
+@pytest.mark.spec("WRAP-04", "WRAP-02")
+def test_further_parameters_of_a_policy_are_bound_with_partial() -> None:
+    def custom(module: nn.Module, recurse: bool, nonwrapped_numel: int, min_num_params: int = int(1e8)) -> bool:
+        return nonwrapped_numel >= min_num_params
+
+    assert chosen_paths(linears(), custom) == []
+    assert chosen_paths(linears(), functools.partial(custom, min_num_params=31)) == ["2"]
+
+
+# --- the policies ---
+
+
+@pytest.mark.spec("WRAP-05", "WRAP-10")
+def test_module_wrap_policy_takes_instances_of_subclasses_too_but_not_the_outermost_module() -> None:
+    assert chosen_paths(blocks(), ModuleWrapPolicy({Block})) == ["parts.0", "parts.1"]
+    assert chosen_paths(blocks(), ModuleWrapPolicy([WideBlock])) == ["parts.0"]
+
+
+@pytest.mark.spec("WRAP-05", "NEW-03")
+def test_module_wrap_policy_is_also_a_function_that_others_can_be_combined_with() -> None:
+    policy = ModuleWrapPolicy({WideBlock})
+    assert policy(nn.Linear(1, 1), recurse=True, nonwrapped_numel=1)
+    assert not policy(nn.Linear(1, 1), False, 1)
+    norms = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.LayerNorm))
+    both = functools.partial(_or_policy, policies=[policy, norms])
+    assert chosen_paths(blocks(), both) == ["parts.0", "parts.1.parts.1"]
+    assert repr(policy) == "ModuleWrapPolicy({WideBlock})"
+
+
+@pytest.mark.spec("WRAP-06", "MYTH-26")
+def test_the_size_policy_wraps_at_exactly_the_threshold_which_is_100_million_by_default() -> None:
+    for min_num_params, units in ((59, ["2"]), (60, ["2"]), (61, [])):
+        policy = functools.partial(size_based_auto_wrap_policy, min_num_params=min_num_params)
+        assert chosen_paths(linears(), policy) == units
+    with torch.device("meta"):
+        root = nn.Sequential(nn.Linear(10_000, 10_000, bias=False), nn.Linear(10_000, 9_999, bias=False))
+    assert chosen_paths(root, size_based_auto_wrap_policy) == ["0"]
+
+
+@pytest.mark.spec("WRAP-07")
+def test_size_policy_skips_containers_and_keeps_attention_together_unless_the_sets_are_replaced() -> None:
+    layers = [nn.Linear(5, 5) for _ in range(4)]
+    containers = nn.ModuleList(layers[:2]), nn.ModuleDict({"a": layers[2], "b": layers[3]})
+    tree = nn.Sequential(*containers, nn.MultiheadAttention(20, 1))
+    assert chosen_paths(tree, at_least_40) == []
+    assert chosen_paths(tree, functools.partial(at_least_40, exclude_wrap_modules=set())) == ["0", "1"]
+    attention = functools.partial(at_least_40, force_leaf_modules=set())
+    assert chosen_paths(tree, attention) == ["2.out_proj", "2"]
+    leaves = functools.partial(at_least_40, force_leaf_modules={nn.Sequential})
+    assert chosen_paths(nn.Sequential(linears()), leaves) == []
+    sets = vars(size_based_auto_wrap_policy)
+    assert sets["FORCE_LEAF_MODULES"] == {nn.MultiheadAttention}
+    assert sets["EXCLUDE_WRAP_MODULES"] == {nn.ModuleList, nn.ModuleDict}
+
+
+@pytest.mark.spec("WRAP-08")
+def test_the_transformer_policy_wraps_exactly_the_layers() -> None:
+    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.TransformerEncoderLayer})
+    assert chosen_paths(encoder(), policy) == ["layers.0", "layers.1"]
+
+
+@pytest.mark.spec("WRAP-09", "MYTH-03")
+def test_unbound_transformer_policy_error_shows_how_to_bind_its_classes() -> None:
+    remedy = r"functools\.partial\(transformer_auto_wrap_policy, transformer_layer_cls="
+    with pytest.raises(TypeError, match=remedy):
+        transformer_auto_wrap_policy(transformer_layer_cls={Block})  # type: ignore[call-arg]
+    root = blocks()
+    with pytest.raises(TypeError, match=remedy):
+        cut(root, transformer_auto_wrap_policy)
+    assert boxes(root) == {}
+
+
+@pytest.mark.spec("WRAP-02", "WRAP-09")
+def test_policy_with_unbound_params_is_refused_before_call() -> None:
+    def needs_depth(module: nn.Module, recurse: bool, nonwrapped_numel: int, depth: int) -> bool:
+        raise AssertionError("was asked")
+
+    with pytest.raises(TypeError, match=r"depth.*functools\.partial\(needs_depth, depth="):
+        require_policy(needs_depth)
+    with pytest.raises(TypeError, match=r"functools\.partial\(lambda_auto_wrap_policy, lambda_fn="):
+        require_policy(lambda_auto_wrap_policy)
+    require_policy(functools.partial(needs_depth, depth=1))
+
+
+@pytest.mark.spec("WRAP-16", "WRAP-05", "WRAP-08")
+def test_invalid_policy_and_invalid_classes_of_a_policy_raise_type_errors() -> None:
+    for policy in ({Block}, "Block", 5, Block, ModuleWrapPolicy):
+        with pytest.raises(TypeError, match="ModuleWrapPolicy"):
+            cut(blocks(), policy)
+    with pytest.raises(TypeError, match="module_classes must be a set"):
+        ModuleWrapPolicy(Block)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="transformer_layer_cls must be a set"):
+        chosen_paths(blocks(), functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=Block))
+
+
+@pytest.mark.spec("NEW-02")
+def test_a_custom_policy_gives_units_other_arguments() -> None:
+    root = blocks()
+
+    def choice(module: nn.Module) -> bool | dict[str, Any]:
+        if isinstance(module, WideBlock):
+            return {"sharding_strategy": "other", "extra": 1}
+        return {} if isinstance(module, nn.ReLU) else isinstance(module, nn.LayerNorm)
+
+    assert cut(root, CustomPolicy(choice), sharding_strategy="outer", prefetch=2) == {
+        "parts.0": {"sharding_strategy": "other", "extra": 1, "prefetch": 2},
+        "parts.1.parts.1": {"sharding_strategy": "outer", "prefetch": 2},
+    }
+
+
+@pytest.mark.spec("NEW-02", "WRAP-10", "IGN-10")
+def test_custom_policy_is_called_once_per_inner_module_that_is_not_ignored() -> None:
+    for ignored, expected in (([], ["0", "1", "2", "2.0", "2.1"]), (["2"], ["0", "1"])):
+        root, seen = linears(), []
+        policy = CustomPolicy(lambda module, seen=seen: bool(seen.append(module)))
+        choose(root, policy, [root.get_submodule(path) for path in ignored])
+        paths = {module: path for path, module in root.named_modules()}
+        assert sorted(paths[module] for module in seen) == expected
+
+
+@pytest.mark.spec("NEW-02")
+def test_custom_policy_that_returns_another_type_raises_value_error() -> None:
+    with pytest.raises(ValueError, match=r"Linear it returned 1\b"):
+        choose(linears(), CustomPolicy(lambda module: 1))  # type: ignore[arg-type, return-value]
+
+
+@pytest.mark.spec("NEW-03")
+def test_always_and_lambda_policies_and_a_plain_combination_work() -> None:
+    everything = ["0", "1", "2.0", "2.1", "2"]
+    assert chosen_paths(linears(), always_wrap_policy) == everything
+    is_linear = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.Linear))
+    assert chosen_paths(linears(), is_linear) == ["0", "1", "2.0", "2.1"]
+
+    def either(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
+        return is_linear(module, recurse, nonwrapped_numel) or at_least_40(module, recurse, nonwrapped_numel)
+
+    assert chosen_paths(linears(), either) == ["0", "1", "2.0", "2.1"]
+
+
+@pytest.mark.spec("WRAP-05", "NEW-02")
+def test_policy_objects_of_torch_work_here_too() -> None:
+    assert chosen_paths(blocks(), torch_wrap.ModuleWrapPolicy({Block})) == ["parts.0", "parts.1"]
+    custom = torch_wrap.CustomPolicy(lambda m: {"a": 1} if isinstance(m, WideBlock) else False)
+    assert list(choose(blocks(), custom).values()) == [{"a": 1}]
+
+
+@pytest.mark.spec("WRAP-18", "NEW-02", "WRAP-05")
+@pytest.mark.parametrize("answer", [True, False, {}, {"sharding_strategy": "other"}], ids=str)
+def test_policy_object_called_directly_equals_torch(answer: Any) -> None:
+    root, kwargs = blocks(), {"sharding_strategy": "outer", "prefetch": 2}
+
+    def choice(module: nn.Module) -> bool | dict[str, Any]:
+        return answer if module is root else isinstance(module, Block)
+
+    for name, argument in (("CustomPolicy", choice), ("ModuleWrapPolicy", {type(root), Block})):
+        ours, theirs = (getattr(package, name)(argument) for package in (minifsdp.wrap, torch_wrap))
+        for ignored in (set(), {root}, {root.parts[0]}):
+            found = ours._run_policy(root, ignored, kwargs)
+            assert found == theirs._run_policy(root, ignored, kwargs)
+            assert (root in found) is (root not in ignored and (name == "ModuleWrapPolicy" or bool(answer)))
+    assert kwargs == {"sharding_strategy": "outer", "prefetch": 2}
+
+
+@pytest.mark.spec("WRAP-18", "NEW-02", "WRAP-05")
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("CustomPolicy", lambda module: isinstance(module, Block)), ("ModuleWrapPolicy", {Block})],
+    ids=["CustomPolicy", "ModuleWrapPolicy"],
+)
+def test_policy_object_chooses_modules_for_activation_checkpointing(name: str, argument: Any) -> None:
+    def wrapped_paths(package: Any) -> list[str]:
+        model = blocks()
+        apply_activation_checkpointing(model, auto_wrap_policy=getattr(package, name)(argument))
+        return [path for path, module in model.named_modules() if isinstance(module, CheckpointWrapper)]
+
+    assert wrapped_paths(minifsdp.wrap) == wrapped_paths(torch_wrap) == ["parts.0", "parts.1"]
+
+
+@pytest.mark.spec("WRAP-02", "WRAP-12", "NEW-02", "NEW-03")
+@pytest.mark.parametrize("name", torch_wrap.__all__)
+def test_every_public_name_of_torch_is_here_with_the_same_parameters(name: str) -> None:
+    def shape(thing: Any) -> list[tuple[str, Any, Any]]:
+        return [(p.name, p.kind, p.default) for p in inspect.signature(thing).parameters.values()]
+
+    assert shape(getattr(minifsdp.wrap, name)) == shape(getattr(torch_wrap, name))
+    assert name in minifsdp.wrap.__all__
+
+
+# --- older names ---
+
+
+@pytest.mark.spec("LEGACY-02", "MYTH-25")
+@pytest.mark.parametrize("bound", [False, True])
+def test_the_default_policy_warns_once_and_is_the_size_policy(bound: bool) -> None:
+    policy = functools.partial(default_auto_wrap_policy, min_num_params=40) if bound else default_auto_wrap_policy
+    with pytest.warns(FutureWarning, match="default_auto_wrap_policy.*size_based_auto_wrap_policy") as caught:
+        assert chosen_paths(linears(), policy) == (["2"] if bound else [])
+    assert len(caught) == 1
+    # A program can also call it.
+    limit = 40 if bound else 100_000_000
+    with pytest.warns(FutureWarning, match="size_based_auto_wrap_policy"):
+        assert policy(nn.Linear(1, 1), False, limit)
+    with pytest.warns(FutureWarning):
+        assert not policy(module=nn.Linear(1, 1), recurse=False, nonwrapped_numel=limit - 1)
+
+
+@pytest.mark.spec("LEGACY-03")
+def test_a_policy_in_the_old_form_works_and_warns_once() -> None:
+    numels = []
+
+    def old(module: nn.Module, recurse: bool, unwrapped_params: int, min_num_params: int) -> bool:
+        numels.append(unwrapped_params)
+        return unwrapped_params >= min_num_params
+
+    with pytest.warns(FutureWarning, match="unwrapped_params.*nonwrapped_numel") as caught:
+        assert chosen_paths(linears(), functools.partial(old, min_num_params=40)) == ["2"]
+    assert len(caught) == 1
+    assert numels == [120, 30, 30, 60, 30, 30, 60]
+
+
+@pytest.mark.spec("LEGACY-02", "LEGACY-03", "MP-19")
+def test_warnings_point_to_the_calling_line_of_the_program() -> None:
+    def old(module: nn.Module, recurse: bool, unwrapped_params: int) -> bool:
+        return False
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        auto_wrap(linears(), default_auto_wrap_policy, Box, {})
+        auto_wrap(linears(), old, Box, {})
+        auto_wrap(blocks(), always_wrap_policy, Box, {"mixed_precision": MixedPrecision()})
+    assert [w.filename for w in caught] == [__file__] * 3
+    assert [w.lineno - caught[0].lineno for w in caught] == [0, 1, 2]
