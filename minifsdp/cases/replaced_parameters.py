@@ -83,7 +83,7 @@ def accept_changes(layout: PerParameterLayout, *, is_converted: bool = False) ->
         name = attribute.name
         found = dictionary[name] if name in dictionary else None  # noqa: SIM401
         param = layout.params[index]
-        if found is layout.registered[index]:
+        if found is layout.assigned[index]:
             is_edited |= local_shard_of(param.parameter) is not param.local_shard
             continue
         if not isinstance(found, nn.Parameter) or not _fits(found, param.parameter):

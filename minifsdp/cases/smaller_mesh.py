@@ -139,7 +139,7 @@ class SmallerMesh:
         for bucket in layout.buckets:
             bucket.gather_from(None)
             layout.group = bucket.group
-        if layout.registered is larger:
+        if layout.assigned is larger:
             layout.register(layout.local_parameters)
 
 

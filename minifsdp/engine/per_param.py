@@ -70,7 +70,7 @@ class PerParameterLayout(Layout):
         buckets: the memory of the parameters; nearly always one bucket.
         local_parameters: the optimizer's parameters.
         sharded_params: the tensors to register while the unit is sharded; `local_parameters`, unless a case sets them.
-        registered: the tensors that are registered on the modules.
+        assigned: the tensors that the modules have.
         has_copied: whether values were copied into a bucket since the last all-gather began.
     """
 
@@ -103,7 +103,7 @@ class PerParameterLayout(Layout):
         for param in params:
             param.replace_original()
         self.leaves: list[torch.Tensor] = []
-        self.registered: Sequence[torch.Tensor] = []
+        self.assigned: Sequence[torch.Tensor] = []
         self.use_buckets()
 
     def use_buckets(self) -> None:
@@ -118,7 +118,7 @@ class PerParameterLayout(Layout):
             (bucket.group for bucket in self.buckets if bucket.group is not None), None
         )
         self.is_borrowed = all(bucket.is_borrowed for bucket in self.buckets)
-        uses_leaves = self.registered is self.leaves
+        uses_leaves = self.assigned is self.leaves
         self.local_parameters = [param.parameter for param in self.params]
         self.sharded_params: Sequence[torch.Tensor] = self.local_parameters
         self.leaves = list(map(LEAF, self.params))
@@ -195,11 +195,11 @@ class PerParameterLayout(Layout):
         Raises:
             RuntimeError: if a module has another tensor, for example inside ``functional_call``.
         """
-        registered = self.registered
+        assigned = self.assigned
         for dictionary, attribute, index in self.attributes:
             if (
                 attribute.name not in dictionary
-                or dictionary[attribute.name] is not registered[index]
+                or dictionary[attribute.name] is not assigned[index]
             ):
                 raise replaced_error(self, attribute)
         self.leaves = list(map(LEAF, self.params))
@@ -221,7 +221,7 @@ class PerParameterLayout(Layout):
                 param.toggle_requires_grad()
             if param.leaf._backward_hooks is not param.parameter._backward_hooks:
                 param.share_tensor_hooks()
-        self.registered = tensors
+        self.assigned = tensors
         for dictionary, attribute, index in self.attributes:
             dictionary[attribute.name] = tensors[index]  # type: ignore[assignment]
             if attribute.second_places:

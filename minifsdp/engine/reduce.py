@@ -78,7 +78,7 @@ class ReducePlan:
         overlaps: whether the reduction runs while the next unit's backward computes.
         partial: sum of earlier backwards that was not all-reduced yet, with the numbers of its parameters.
         computed_in: the dtype of the unsharded parameters when `dtype` was chosen; ``None`` until the first forward.
-        after: a function of the user, which gets the reduced shard before the layout accepts it.
+        after_reduction: a function of the user, which gets the reduced shard before the layout accepts it.
     """
 
     mesh: MeshGroups
@@ -88,7 +88,7 @@ class ReducePlan:
     all_reduces: bool = True
     overlaps: bool = True
     partial: tuple[list[int], torch.Tensor] | None = None
-    after: Callable[[torch.Tensor], None] | None = None
+    after_reduction: Callable[[torch.Tensor], None] | None = None
     indices: frozenset[int] | None = None
     computed_in: torch.dtype | None = None
 
@@ -386,8 +386,8 @@ def _end(item: _InFlight) -> None:
                 events.recorder.finish(item.event)
         # 5. After the sum.
         plan.scaling.complete(item.local_shard)
-        if plan.after is not None:
-            plan.after(item.local_shard)
+        if plan.after_reduction is not None:
+            plan.after_reduction(item.local_shard)
     item.result = item.local_shard
     if item.layout.offloads:
         if events.recorder is not None:

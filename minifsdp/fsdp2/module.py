@@ -203,7 +203,7 @@ class FSDPModule(ManualFinalization, RefusesDDP, UnsupportedMethods):
         for plan in _plans(self, recurse=False):
             if stream is not None and plan.mesh.replicate is not None:
                 raise ValueError(message("hook-stream"))
-            plan.after = hook if stream is None else on_stream(hook, stream)
+            plan.after_reduction = hook if stream is None else on_stream(hook, stream)
 
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
