@@ -10,7 +10,8 @@ kind       event                                          span, if it has one
 ``AG``     all-gather of a unit's parameters              from its issue until it was waited for
 ``F``      forward of a unit                              from entering the module until leaving it
 ``B``      backward of a unit                             from the arrival of the gradient of its output
-                                                          until its own parameter gradient is complete
+                                                          until its own parameter gradient is complete, or
+                                                          until the unit is freed
 ``RS``     reduce-scatter of a unit's gradient            from its issue until it was waited for
 ``AR``     all-reduce (replicas, or ``NO_SHARD``)         from its issue until it was waited for
 ``FREE``   the unsharded storage was released             a moment
@@ -106,7 +107,11 @@ class Recorder:
         self.finish(self._latest.pop((kind, unit), None))
 
     def freed(self, unit: Any) -> None:
-        """Records that the unsharded parameters of a unit are freed."""
+        """Records that the unsharded parameters of a unit are freed, which ends its backward.
+
+        A frozen unit has no gradient of its own that would end its backward earlier.
+        """
+        self.end("B", unit.name)
         self.begin("FREE", unit.name, num_bytes=unit.layout.num_bytes)
 
     def all_gather_begins(self, unit: Any) -> None:
