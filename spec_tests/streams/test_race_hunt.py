@@ -34,9 +34,7 @@ def test_streams_are_late_before_events_and_waits(call: str) -> None:
 @pytest.mark.simulated
 @pytest.mark.accelerator
 @pytest.mark.spec("KIT-06")
-@pytest.mark.parametrize(
-    "configuration", ["wrapper, side stream", "function, side stream", "function, custom all-gather"]
-)
+@pytest.mark.parametrize("configuration", ["wrapper, side stream", "function, side stream"])
 @rank_among_fake_ranks(2)
 def test_configuration_trains_without_a_race(configuration: str) -> None:
     delays = races.Delays(2, 0)

@@ -20,8 +20,6 @@ from spec_tests.oracles.gathering import wrap_units
 from spec_tools.benchmarks.without_ledger import without_ledger
 from spec_tools.benchmarks.workloads import WORKLOADS, adamw
 
-__all__ = ["APIS", "AT_START", "CHECKS", "OFF", "start", "step"]
-
 CPU = torch.device("cpu")
 APIS = ("FullyShardedDataParallel", "fully_shard")
 CHECKS = (*switch.CHECKS, "all")

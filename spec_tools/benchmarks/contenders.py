@@ -24,8 +24,6 @@ from torch.nn.parallel import DistributedDataParallel
 from spec_tests.oracles.gathering import wrap_units
 from spec_tools.benchmarks.workloads import NODES, Workload
 
-__all__ = ["CONTENDERS", "Contender", "Trained"]
-
 
 @dataclass(frozen=True)
 class Trained:

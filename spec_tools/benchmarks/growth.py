@@ -1,49 +1,37 @@
-"""How the cost of an FSDP grows with the number of units, ranks, and parameters in a unit, and a model of 7 billion.
+"""How the calls of an FSDP grow with the number of units, ranks, and parameters in a unit, and a model of 7 billion.
 
     python -m spec_tools.benchmarks.growth
 
-The command measures and prints all points. ``--record`` also writes ``docs/data/growth.json``, the source of the plots
-in ``docs/benchmarks.md``. Times need an idle machine. Calls do not: ``--calls`` only counts the calls in this file
-again, for example after a change of the engine.
+The command counts the Python calls of all points, and writes them to ``docs/data/growth.json``, the source of the plots
+in ``docs/benchmarks.md``. The times and the memory in this file were measured once. The program that measured them is
+in the history of the repository, as this file of commit 2c8aa35e.
 
 The process group is torch's *fake* one, a world of up to 1024 ranks in which only rank 0 exists and nothing is sent.
-So the measured step only contains the work of the library, which is the part that can grow. Worked example, Python
-calls in a step of a library that does some work for the whole model and some for each unit::
+So the step only contains the work of the library, which is the part that can grow. Worked example, Python calls in a
+step of a library that does some work for the whole model and some for each unit::
 
     units                     12      48     192
     calls above the plain   1198    4726   18838      some for the whole step, the rest for each unit
     for each unit           99.8    98.5    98.1      falls to a limit; it would rise if each unit visited all units
 
-A new process measures each point, so that earlier points have no influence. It is forked from a process that has only
-imported torch and minifsdp. As in practice, later imports of a library are part of its first construction or its first
-step.
-
-The model of 7 billion is a decoder in the shape of Llama 7B, built on meta, sharded for rank 0 of 64, and materialized.
-The full model is too large to be built first: in float32 it has 25.1 GiB. On meta, a parameter is a shape without
-memory, and the two front ends materialize it in different ways::
+The model of 7 billion is a decoder in the shape of Llama 7B. It is built on meta, where a parameter is a shape without
+memory, sharded, and materialized. The two front ends materialize it in different ways::
 
     FSDP1           wrapping materializes a whole unit, shards it and frees the other shards: one unit at a time
-    fully_shard     shards the shapes; `to_empty` then materializes only the shards of this rank, 1/64 of the model
+    fully_shard     shards the shapes; `to_empty` then materializes only the shards of this rank
 
 Each materialized weight is filled with a constant, because the system only provides memory when it is written.
 """
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import multiprocessing
 import os
-import re
-import statistics
-import sys
-import time
 import warnings
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -55,16 +43,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from spec_tests.costs.count_calls import calls_by_file
 from spec_tests.oracles.gathering import wrap_units
 from spec_tools.benchmarks.contenders import CONTENDERS, OURS, TORCH
-from spec_tools.benchmarks.page import DATA, circumstances
+from spec_tools.benchmarks.page import DATA
 from spec_tools.benchmarks.workloads import Batch, Workload
-
-__all__ = ["FSDPS", "Decoder", "Point", "Shape", "calls_per_step", "join", "materialised", "stored_bytes"]
 
 CPU = torch.device("cpu")
 FSDPS = {name: contender for name, contender in CONTENDERS.items() if contender.shards}
 AXES = {"units": (12, 48, 192, 768), "ranks": (2, 16, 128, 1024), "parameters": (1, 4, 16, 64)}
 WIDTH = 8
-NUM_WARM, NUM_TIMED, NUM_STATE_DICTS = 3, 7, 3
+NUM_WARM = 3
 
 # --- the points: each axis varies one value, and the other values have common defaults ---
 
@@ -121,13 +107,6 @@ def join(num_ranks: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
 
 
-def timed(action: Callable[[], Any]) -> tuple[float, Any]:
-    """The time of ``action`` in milliseconds, and its result."""
-    begin = time.perf_counter()
-    result = action()
-    return 1000 * (time.perf_counter() - begin), result
-
-
 def _step(model: nn.Module, workload: Workload) -> None:
     inputs, targets = workload.batches(0, 0)[0]
     workload.loss(model(inputs), targets).backward()
@@ -151,45 +130,6 @@ def _calls(model: nn.Module, workload: Workload) -> int:
     return calls_by_file(lambda: _step(model, workload)).total()
 
 
-def count(contender: str, point: Point) -> dict[str, float]:
-    """Only the ``calls`` of `measure`, which do not depend on the load; must run in a process of its own."""
-    join(point.ranks)
-    return {"calls": calls_per_step(contender, point) / point.units}
-
-
-def measure(contender: str, point: Point) -> dict[str, float]:
-    """All measurements of one point; must run in a process of its own, because it joins a fake world.
-
-    Returns:
-        ``construct``, ``first``, ``step`` and ``state_dict`` in milliseconds; and for each unit ``overhead``, the time
-        of a step minus that of the plain model in microseconds, and ``calls``.
-    """
-    join(point.ranks)
-    workload = point.workload()
-    plain = workload.model()
-    construct, trained = timed(lambda: FSDPS[contender].take(plain, workload))
-    model = trained.model
-    first, _ = timed(lambda: _step(model, workload))
-    gc.collect()
-    gc.disable()
-    step, alone = _median_step(model, workload), _median_step(workload.model(), workload)
-    state_dict = statistics.median(timed(model.state_dict)[0] for _ in range(NUM_STATE_DICTS))
-    gc.enable()
-    times = {"construct": construct, "first": first, "step": step, "state_dict": state_dict}
-    calls = calls_per_step(contender, point) / point.units
-    return {**times, "overhead": 1000 * (step - alone) / point.units, "calls": calls}
-
-
-def _median_step(model: nn.Module, workload: Workload) -> float:
-    model.zero_grad()
-    _warm(model, workload)
-    times = []
-    for _ in range(NUM_TIMED):
-        times.append(timed(lambda: _step(model, workload))[0])
-        model.zero_grad()
-    return statistics.median(times)
-
-
 # --- the large model ---
 
 
@@ -200,10 +140,6 @@ class Shape(NamedTuple):
     width: int
     inner: int
     vocabulary: int
-
-
-LARGE, SMALL = Shape(32, 4096, 11008, 32000), Shape(1, 64, 64, 64)
-NUM_RANKS = 64
 
 
 class Block(nn.Module):
@@ -260,67 +196,31 @@ def stored_bytes(model: nn.Module) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def large(contender: str) -> dict[str, float]:
-    """Measures the large model; must run in a process of its own.
-
-    Returns:
-        ``seconds``; ``stored``, MiB that rank 0 keeps; and ``peak``, the maximum growth of the process in MiB.
-    """
-    join(NUM_RANKS)
-    # Load all code first, because it also counts as memory of the process.
-    materialised(contender, SMALL)
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    milliseconds, model = timed(lambda: materialised(contender, LARGE))
-    stored = stored_bytes(model) / 2**20
-    return {"seconds": milliseconds / 1000, "stored": stored, "peak": _resident("VmHWM") - before}
-
-
-def _resident(which: str) -> float:
-    """MiB; Linux only. Writing 5 to ``clear_refs`` resets the maximum (``VmHWM``)."""
-    found = re.search(rf"{which}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None, f"/proc/self/status has no {which}"
-    return int(found[1]) / 1024
-
-
 # --- the command ---
 
 
-def run(action: Callable[[str, Point], dict[str, float]]) -> dict[str, Any]:
-    """The measurements by axis and contender: one entry for each value of an axis, in its order."""
-    return {axis: {name: [alone(action, name, point) for point in points_of(axis)] for name in FSDPS} for axis in AXES}
+def count(contender: str, point: Point) -> float:
+    """The calls for each unit; must run in a process of its own, because it joins a fake world."""
+    join(point.ranks)
+    return round(calls_per_step(contender, point) / point.units, 3)
 
 
-def alone(action: Callable[..., dict[str, float]], *given: Any) -> dict[str, float]:
-    """Runs an action in a new process, and prints what it measured."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    with ProcessPoolExecutor(1, mp_context=context) as pool:
-        found = {key: round(value, 3) for key, value in pool.submit(action, *given).result().items()}
-    print(*given, found, flush=True)
-    return found
-
-
-def main(arguments: list[str]) -> None:
-    """Runs the command."""
+def main() -> None:
+    """Counts the calls of all points, each in a new process, and writes them to the record."""
     # Set before the fork server starts, so that its processes inherit it.
     os.environ["OMP_NUM_THREADS"] = "1"
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     path = DATA / "growth.json"
-    if "--calls" in arguments:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        for axis, counted in run(count).items():
-            for name, points in counted.items():
-                for kept, point in zip(record[axis][name], points, strict=True):
-                    kept.update(point)
-    else:
-        begin = time.monotonic()
-        found = {**run(measure), "large": {name: alone(large, name) for name in FSDPS}}
-        # The facts about two ranks, their load and gloo do not apply here.
-        when, machine, _, versions = circumstances(time.monotonic() - begin)
-        record = {"circumstances": [when, machine, versions.replace("; gloo", "; fake backend")], "axes": AXES, **found}
-    if {"--calls", "--record"} & set(arguments):
-        path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    record = json.loads(path.read_text(encoding="utf-8"))
+    for axis in AXES:
+        for name in FSDPS:
+            for kept, point in zip(record[axis][name], points_of(axis), strict=True):
+                with ProcessPoolExecutor(1, mp_context=context) as pool:
+                    kept["calls"] = pool.submit(count, name, point).result()
+                print(name, point, kept["calls"], flush=True)
+    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -18,8 +18,6 @@ from torch import nn
 from spec_tools.benchmarks.contenders import CONTENDERS
 from spec_tools.benchmarks.workloads import WORKLOADS
 
-__all__ = ["ACTIONS", "MODEL", "act"]
-
 NUM_UNITS = 72
 MODEL = f"{NUM_UNITS} x Linear(32, 32), each a unit: {2 * NUM_UNITS} parameters"
 ACTIONS = ("default", "foreach", "fused", "clipping")

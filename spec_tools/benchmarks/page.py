@@ -41,8 +41,6 @@ from spec_tools.benchmarks.contenders import CONTENDERS
 from spec_tools.benchmarks.optimizers import MODEL
 from spec_tools.benchmarks.workloads import WORKLOADS
 
-__all__ = ["DATA", "PAGE", "checks", "circumstances", "optimizers", "ratios", "record", "sections"]
-
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 DATA = PAGE.parent / "data"
 CURVES_OF = "gpt"

@@ -39,8 +39,6 @@ from spec_tools.benchmarks.contenders import CONTENDERS
 from spec_tools.benchmarks.workloads import WORKLOADS, Batch, Workload, adamw
 from tutorials.gpt.counting import CollectiveCounter
 
-__all__ = ["Trainer", "check_losses", "figures", "memory", "reference_losses", "train"]
-
 NUM_CHECKED = 3
 NUM_WEIGHED = 5
 TCP_INFO = 11

@@ -13,8 +13,6 @@ from unittest import mock
 from minifsdp.checks.rank_checks import RankChecks
 from minifsdp.engine.events import events, issue
 
-__all__ = ["without_ledger"]
-
 _OF_ROOTS = ("forward_begins", "backward_begins", "backward_ends", "reduced", "left")
 
 

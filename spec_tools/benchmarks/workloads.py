@@ -26,8 +26,6 @@ from torch import Tensor, nn
 from spec_tests.oracles.compare import SAME_MATH
 from tutorials.gpt.model import GPT, VOCABULARY, Block
 
-__all__ = ["NODES", "WORKLOADS", "Batch", "Workload", "adamw"]
-
 Batch = tuple[Tensor, Tensor]
 NODES = 2  # simulated nodes of a hybrid workload
 

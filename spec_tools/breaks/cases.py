@@ -20,8 +20,6 @@ import re
 from spec_tests.harness.accounting import ROOT
 from spec_tools.breaks.edits import Break
 
-__all__ = ["CASES", "FOLDER", "LISTS"]
-
 FOLDER = ROOT / "minifsdp" / "cases"
 LISTS = ["all_cases", "of_fully_shard"]
 

@@ -29,8 +29,6 @@ from spec_tests.streams import engines
 from spec_tools.breaks.edits import BREAKS, edited
 from spec_tools.breaks.runner import broken
 
-__all__ = ["CHOSEN", "RECORD", "Counterfactual", "described", "entry", "intact_key", "replay"]
-
 RECORD = ROOT / "docs" / "data" / "counterfactual.json"
 
 

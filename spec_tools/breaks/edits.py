@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 
 from spec_tests.harness.accounting import ROOT
 
-__all__ = ["BREAKS", "Break", "Edited", "definitions", "edited"]
-
 PACKAGES = [ROOT / "minifsdp", ROOT / "minifsdp_gloo", ROOT / "minifsdp_tools"]
 CATALOGUE = pathlib.Path(__file__).with_name("catalogue")
 

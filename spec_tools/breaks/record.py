@@ -22,8 +22,6 @@ from spec_tests.harness.accounting import ROOT
 from spec_tools.breaks.edits import BREAKS, Break, edited
 from spec_tools.breaks.runner import Result
 
-__all__ = ["TESTS", "PROGRAMS", "add"]
-
 TESTS = ROOT / "docs" / "data" / "mutants.json"
 PROGRAMS = ROOT / "docs" / "data" / "stream-breaks.json"
 

@@ -28,8 +28,6 @@ from spec_tests.harness.accounting import ROOT, test_files
 from spec_tests.streams import engines
 from spec_tools.breaks.edits import Break, edited
 
-__all__ = ["SCHEDULES", "Result", "broken", "files_of", "intact", "run"]
-
 LIMIT = 300  # seconds for the tests of one break; longer than several timeouts of the test harness
 SCHEDULES = 8  # number of other orders that are tried for each program
 COPIED = ["README.md", "conftest.py", "docs", "docs_build", "minifsdp", "minifsdp_gloo", "minifsdp_tools"]

@@ -9,7 +9,6 @@ import pytest
 
 from spec_tests.harness.accounting import ROOT, read_rows
 from spec_tools.breaks.cases import CASES, FOLDER, LISTS
-from spec_tools.breaks.edits import edited
 
 PACKAGE = ROOT / "minifsdp"
 # Code that several cases use, and the lists.
@@ -35,12 +34,3 @@ def test_docstring_shows_a_program_what_torch_does_and_requirements(case: str) -
     assert "*In torch:* " in docstring
     assert CASES[case].rows
     assert set(CASES[case].rows) <= set(read_rows())
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_only_the_line_of_the_case_leaves_its_list(case: str) -> None:
-    edit = edited(CASES[case])
-    assert edit.before.count("\n") == edit.after.count("\n")
-    compile(edit.after, edit.path, "exec")
-    [line] = set(edit.before.splitlines()) - set(edit.after.splitlines())
-    assert re.fullmatch(r"    \w+,", line)

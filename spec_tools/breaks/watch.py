@@ -14,8 +14,6 @@ from collections.abc import Generator
 
 import pytest
 
-__all__: list[str] = []
-
 FAILED: dict[str, list[str]] = {}
 
 

@@ -35,12 +35,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import minifsdp
 from minifsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
-from spec_tests.extensions.int8_shards import Int8Shards, extended
 from spec_tests.harness import device, pool
 from spec_tests.models.modules import MLP
 from spec_tests.models.running import batch
@@ -49,7 +47,6 @@ from spec_tools.gpu.job import Finding, device_module, on_ranks
 
 LIMIT = 300.0
 NUM_STEPS = 4
-MICRO_BATCHES = 2  # in a step that accumulates
 WIDTH, NUM_BLOCKS = 192, 4
 LATE = ("communication streams", "compute stream", "all streams")
 SHARE = 0.2  # fraction of the operators of a late stream that are delayed
@@ -100,50 +97,36 @@ def first_difference(reference: Trained, found: Trained) -> str:
     """The step and name of the first difference between two trainings; empty if they are equal bit by bit."""
     for step, (right, mine) in enumerate(zip(reference, found, strict=True)):
         for name, value in right.items():
-            num = int((_bits(value) != _bits(mine[name])).sum())
+            # As bytes, because nan is not equal to itself.
+            bits, other_bits = (one.contiguous().view(-1).view(torch.uint8) for one in (value, mine[name]))
+            num = int((bits != other_bits).sum())
             if num:
                 return f"step {step}, {name}: {num} bytes differ"
     return ""
 
 
-def _bits(value: Tensor) -> Tensor:
-    # As bytes, because nan is not equal to itself.
-    return value.contiguous().view(-1).view(torch.uint8)
-
-
 def train(configuration: str, mode: TorchDispatchMode) -> Trained:
     """Trains a small model under a mode; returns the loss and the local shards of all parameters after each step.
 
-    The last word of a configuration can change the loop: ``accumulation``, ``side stream``.
+    If the name of a configuration ends with ``side stream``, the forward runs on another stream.
     """
     torch.manual_seed(0)
     model = CONFIGURATIONS[configuration](build_model().to(device()))
-    # One operator for each parameter, because extensions of the tests do not support lists of tensors.
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
-    num_micro = MICRO_BATCHES if configuration.endswith("accumulation") else 1
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     is_aside = configuration.endswith("side stream") and device().type != "cpu"
     stream = device_module().Stream(device=device()) if is_aside else None
     trained: Trained = []
     with mode:
         for step in range(NUM_STEPS):
-            losses = []
-            for micro in range(num_micro):
-                with contextlib.nullcontext() if micro == num_micro - 1 else _without_reduction(model):
-                    with _on(stream):
-                        loss = model(batch(MICRO_BATCHES * step + micro, width=WIDTH)).square().mean()
-                    loss.backward()
-                losses.append(loss.detach())
+            with _on(stream):
+                loss = model(batch(step, width=WIDTH)).square().mean()
+            loss.backward()
             optimizer.step()
             optimizer.zero_grad()
             # Copied on the device: reading them here would stop the CPU until all streams are done.
-            shards = {name: _local(parameter).clone() for name, parameter in model.named_parameters()}
-            trained.append({"loss": torch.stack(losses)} | shards)
+            shards = {name: getattr(p, "_local_tensor", p).detach().clone() for name, p in model.named_parameters()}
+            trained.append({"loss": loss.detach()} | shards)
     return [{name: value.cpu() for name, value in step.items()} for step in trained]
-
-
-def _local(parameter: Tensor) -> Tensor:
-    whole: Any = parameter.detach()
-    return whole.to_local() if isinstance(whole, DTensor) else whole
 
 
 @contextlib.contextmanager
@@ -157,21 +140,6 @@ def _on(stream: Any) -> Iterator[None]:
     with device_module().stream(stream):
         yield
     outer.wait_stream(stream)
-
-
-@contextlib.contextmanager
-def _without_reduction(model: nn.Module) -> Iterator[None]:
-    if isinstance(model, minifsdp.FullyShardedDataParallel):
-        with model.no_sync():
-            yield
-        return
-    assert isinstance(model, minifsdp.FSDPModule)
-    is_hybrid = next(model.parameters()).device_mesh.ndim > 1  # type: ignore[attr-defined]
-    # A hybrid mesh reduces over the shard group; the next backward all-reduces the sum over the replicas.
-    reduce = model.set_requires_all_reduce if is_hybrid else model.set_requires_gradient_sync
-    reduce(False)
-    yield
-    reduce(True)
 
 
 def keep_busy(milliseconds: float) -> None:
@@ -247,18 +215,17 @@ def build_model() -> nn.Module:
     return nn.Sequential(*(MLP(WIDTH, 2 * WIDTH) for _ in range(NUM_BLOCKS)), nn.Linear(WIDTH, 8))
 
 
-def _wrapper(model: nn.Module, **options: Any) -> minifsdp.FullyShardedDataParallel:
-    mesh = _grid() if "HYBRID" in str(options.get("sharding_strategy")) else None
+def _wrapper(model: nn.Module, **options: Any) -> nn.Module:
+    mesh = _grid() if options.get("sharding_strategy") is ShardingStrategy.HYBRID_SHARD else None
     policy = minifsdp.wrap.ModuleWrapPolicy({MLP})
     own = device() if device().index is not None else None
     return minifsdp.FullyShardedDataParallel(model, auto_wrap_policy=policy, device_id=own, device_mesh=mesh, **options)
 
 
-def _function(model: nn.Module, hybrid: bool = False, **options: Any) -> nn.Module:
-    mesh = _grid() if hybrid else line_mesh()
-    for block in model.children():
-        if isinstance(block, MLP):
-            minifsdp.fully_shard(block, mesh=mesh, **options)
+def _function(model: nn.Module, is_hybrid: bool = False, **options: Any) -> nn.Module:
+    mesh = _grid() if is_hybrid else line_mesh()
+    for block in list(model.children())[:-1]:
+        minifsdp.fully_shard(block, mesh=mesh, **options)
     return minifsdp.fully_shard(model, mesh=mesh, **options)
 
 
@@ -268,87 +235,21 @@ def _grid() -> DeviceMesh:
     return init_device_mesh(device().type, (2, dist.get_world_size() // 2), mesh_dim_names=names)
 
 
-class Shift(MLP):
-    """Adds one parameter to the input. It is a unit, because the policy wraps each `MLP`."""
-
-    def __init__(self) -> None:
-        nn.Module.__init__(self)
-        self.weight = nn.Parameter(torch.randn(3, WIDTH))  # as large as a batch
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The same gradient for both operands."""
-        return (x + self.weight).tanh()
-
-
-def _single_parameters(model: nn.Module) -> nn.Module:
-    """Units of one parameter, whose gradient autograd may also use for another input."""
-    return _wrapper(nn.Sequential(*(Shift() for _ in range(NUM_BLOCKS)), nn.Linear(WIDTH, 8)).to(device()))
-
-
-def _with_hook(model: nn.Module) -> nn.Module:
-    """A communication hook that divides in place."""
-    wrapped = _wrapper(model)
-    wrapped.register_comm_hook(dist.get_world_size(), _divide_and_reduce)
-    return wrapped
-
-
-def _divide_and_reduce(num_ranks: int, whole: Tensor, local_shard: Tensor) -> None:
-    whole.div_(num_ranks)
-    dist.reduce_scatter_tensor(local_shard, whole)
-
-
-def _steps_in_backward(model: nn.Module) -> nn.Module:
-    """Each parameter is updated as soon as its gradient is reduced."""
-    sharded = _function(model)
-    for parameter in sharded.parameters():
-        parameter.register_post_accumulate_grad_hook(_descend)
-    return sharded
-
-
-@torch.no_grad()
-def _descend(parameter: Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.sub_(parameter.grad, alpha=0.1)
-    parameter.grad = None
-
-
-def _extended(model: nn.Module) -> nn.Module:
-    """Matrices are all-gathered as int8 with one scale for each rank, by an extension."""
-    return _function(extended(model, Int8Shards))
-
-
-_BF16 = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-_FP16 = MixedPrecision(param_dtype=torch.float16, reduce_dtype=torch.float16)
-_OF_WRAPPER: dict[str, dict[str, Any]] = {
-    "wrapper": {},
-    "wrapper, original parameters": {"use_orig_params": True},
-    "wrapper, SHARD_GRAD_OP": {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP},
-    "wrapper, HYBRID_SHARD": {"sharding_strategy": ShardingStrategy.HYBRID_SHARD},
-    "wrapper, NO_SHARD": {"sharding_strategy": ShardingStrategy.NO_SHARD},
-    "wrapper, bfloat16": {"mixed_precision": _BF16},
-    "wrapper, bfloat16, original parameters": {"mixed_precision": _BF16, "use_orig_params": True},
-    "wrapper, float16": {"mixed_precision": _FP16},
-    "wrapper, side stream": {},
-    "wrapper, forward prefetch": {"forward_prefetch": True},
-    "wrapper, no limiter": {"limit_all_gathers": False},
-    "wrapper, offload": {"cpu_offload": CPUOffload(offload_params=True)},
-    "wrapper, accumulation": {},
-}
-_BF16_POLICY = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-_OF_FUNCTION: dict[str, dict[str, Any]] = {
-    "function": {},
-    "function, bfloat16": {"mp_policy": _BF16_POLICY},
-    "function, offload": {"offload_policy": CPUOffloadPolicy()},
-    "function, accumulation": {},
-    "function, kept after forward": {"reshard_after_forward": False},
-    "function, side stream": {},
-}
+_BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 CONFIGURATIONS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    **{name: partial(_wrapper, **options) for name, options in _OF_WRAPPER.items()},
-    "wrapper, single parameters": _single_parameters,
-    "wrapper, communication hook": _with_hook,
-    **{name: partial(_function, **options) for name, options in _OF_FUNCTION.items()},
-    **{f"hybrid {name}": partial(_function, hybrid=True, **options) for name, options in _OF_FUNCTION.items()},
-    "function, optimizer in backward": _steps_in_backward,
-    "function, custom all-gather": _extended,
+    "wrapper": _wrapper,
+    "wrapper, side stream": _wrapper,
+    "wrapper, original parameters": partial(_wrapper, use_orig_params=True),
+    "wrapper, SHARD_GRAD_OP": partial(_wrapper, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP),
+    "wrapper, HYBRID_SHARD": partial(_wrapper, sharding_strategy=ShardingStrategy.HYBRID_SHARD),
+    "wrapper, bfloat16": partial(_wrapper, mixed_precision=MixedPrecision(**_BF16)),
+    "wrapper, forward prefetch": partial(_wrapper, forward_prefetch=True),
+    "wrapper, no limiter": partial(_wrapper, limit_all_gathers=False),
+    "wrapper, offload": partial(_wrapper, cpu_offload=CPUOffload(offload_params=True)),
+    "function": _function,
+    "function, side stream": _function,
+    "function, hybrid": partial(_function, is_hybrid=True),
+    "function, bfloat16": partial(_function, mp_policy=MixedPrecisionPolicy(**_BF16)),
+    "function, offload": partial(_function, offload_policy=CPUOffloadPolicy()),
+    "function, kept after forward": partial(_function, reshard_after_forward=False),
 }

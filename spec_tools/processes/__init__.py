@@ -1,7 +1,7 @@
 """Starts ranks, breaks one of them, and watches what the job does.
 
 * ``ranks.py`` starts a program on some ranks and waits for them; ``faults.py`` has the faults of a rank.
-* ``deviate.py``: one rank does something else, ends or fails. ``new_groups.py``: ranks catch errors and start again.
+* ``deviate.py``: one rank does something else, ends or fails; or ranks catch errors and start again.
 * ``stages.py`` and ``matrix.py``: each fault at each stage of a training.
 * ``train.py``: the tutorial's training, with faults at events of a step or of a save. ``kills.py`` kills a rank in a
   save, and ``restarts.py`` lets torchrun restart the job.
@@ -9,7 +9,7 @@
 * ``machines.py`` and ``machine_training.py``: two machines on one computer, with a link that can be cut.
 * ``checkpoint_sizes.py`` has formulas for sharded checkpoints on any number of ranks, and ``checkpoint_costs.py``
   measures them.
-* ``healthy.py`` and ``launch.py``: programs without a fault, which no check may end.
+* ``healthy.py``: programs without a fault, which no check may end.
 
 ``python -m spec_tools.processes PROGRAM`` runs all cases of a program, see ``__main__.py``.
 """

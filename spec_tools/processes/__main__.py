@@ -13,12 +13,30 @@ from __future__ import annotations
 
 import argparse
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 PROGRAMS = ("faults", "restarts", "kills", "soak")
+
+
+def row_of(case: Any, resume: Callable[[Any, Path], Any]) -> dict[str, Any]:
+    """Runs a case of ``restarts`` or ``kills``, and describes it."""
+    row, begun = asdict(case), time.monotonic()
+    if moment := row["moment"] if isinstance(row["moment"], dict) else {}:
+        row |= {"moment": moment["name"], "rank": moment["victim"]}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            result = resume(case, Path(folder))
+        except AssertionError as error:
+            row["problem"] = str(error)[-3000:]
+        else:
+            row |= {"resumed from": result} if moment else {"seconds": round(time.monotonic() - begun)}
+    return row
 
 
 def main() -> int:
@@ -30,8 +48,8 @@ def main() -> int:
     # The cases, what runs one of them, and how many run at the same time.
     programs: dict[str, tuple[Iterable[Any], Callable[[Any], dict[str, Any]], int]] = {
         "faults": (matrix.cells(), matrix.run, 6),
-        "restarts": (restarts.restarts(), restarts.run, 2),
-        "kills": (kills.kills(), kills.run, 3),
+        "restarts": (restarts.restarts(), lambda case: row_of(case, restarts.resume), 2),
+        "kills": (kills.kills(), lambda case: row_of(case, kills.resume), 3),
         "soak": (soak.APIS, soak.run, 1),
     }
     parser = argparse.ArgumentParser(prog="python -m spec_tools.processes")

@@ -32,8 +32,6 @@ from minifsdp.wrap import ModuleWrapPolicy
 from spec_tests.live_bytes import LiveBytes
 from spec_tools.processes.checkpoint_sizes import Checkpoint
 
-__all__ = ["APIS", "REPEATS", "measure"]
-
 WIDTH, NUM_BLOCKS = 512, 8
 REPEATS = 3
 APIS = ("FullyShardedDataParallel", "fully_shard")

@@ -25,8 +25,6 @@ from math import prod
 
 from minifsdp_tools.formulas import Shape, padded_flat, ring_sends
 
-__all__ = ["Checkpoint", "llama_70b"]
-
 
 @dataclass(frozen=True)
 class Checkpoint:

@@ -1,6 +1,7 @@
 """A small training on two or four ranks. In the third iteration one rank, usually rank 1, does something else.
 
     python -m spec_tools.processes.deviate API WHAT
+    python -m spec_tools.processes.deviate FOLDER "starts again"
 
 The groups' time-out is minutes, so a rank that waits for it exceeds the test's limit.
 """
@@ -132,8 +133,34 @@ BEFORE_STEP: dict[str, tuple[Action, Action]] = {
 ORDERS = {"leaves out": "b", "swaps layers": "ba"}
 
 
+def start_again(folder: str) -> None:
+    """The ranks fail, catch the error, and start again with other process groups.
+
+    For each start it prints the number of watchdogs, and the number that is left after the group was destroyed.
+    """
+    rank, x = int(os.environ["RANK"]), torch.ones(2, 8)
+    for start in range(2):
+        store = f"file://{folder}/store-{start}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2, timeout=TIMEOUT)
+        model = sharded("function", keeps=False, are_equal=True)
+        for _ in range(2):
+            model(x).sum().backward()
+        watchdog = log.watchdog
+        print(int(watchdog is not None), flush=True)
+        try:
+            # One rank skips a unit, so each rank waits for a collective that the other does not issue.
+            model(x, "b" if rank else "ab").sum().backward()
+        except RuntimeError:
+            print("caught", bool(log.fatal_error), flush=True)
+        dist.destroy_process_group()
+        print("left", int(not watchdog._has_ended.is_set()), flush=True)
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    if sys.argv[2] == "starts again":
+        start_again(sys.argv[1])
+        return
     # A fork of a process that has imported torch has not read this variable.
     dist.set_debug_level_from_env()
     dist.init_process_group("gloo", timeout=TIMEOUT)

@@ -175,23 +175,6 @@ def ten_groups() -> None:
         assert num_alive(groups) <= 1, [group() for group in groups]
 
 
-def ten_new_groups() -> None:
-    """Ten groups in addition to the default group, each created, used and destroyed."""
-    join()
-    train()
-    seen = []
-    for _ in range(10):
-        group = dist.new_group([0, 1])
-        train(group=group)
-        dist.barrier()
-        dist.destroy_process_group(group)
-        del group
-        time.sleep(0.1)
-        seen.append(counts())
-    assert seen[-1][0] <= seen[1][0] and seen[-1][1] <= seen[1][1] + 2, seen
-    leave()
-
-
 def groups_made_by_the_package() -> None:
     """Three default groups. In each, the package makes groups of two ranks: the nodes, or a mesh to reshard to."""
     from torch import nn
@@ -314,7 +297,7 @@ def train_in_a_child(rank: int, port: int) -> None:
     time.sleep(2.0 * rank)
 
 
-# ---- slow stores ----
+# ---- a slow store ----
 
 
 class SlowStore(dist.Store):
@@ -351,49 +334,6 @@ def slow_store() -> None:
     assert store.num_accesses == before, (before, store.num_accesses)
     trained.check()
     leave()
-
-
-async def slow_network(port: int, to: int, ready: int) -> None:
-    """Passes connections to ``port`` on to the port ``to``, 25 ms later. Closes ``ready`` when it accepts them."""
-
-    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while data := await reader.read(65536):
-            await asyncio.sleep(0.025)
-            writer.write(data)
-        writer.close()
-
-    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        their_reader, their_writer = await asyncio.open_connection("127.0.0.1", to)
-        await asyncio.gather(copy(reader, their_writer), copy(their_reader, writer), return_exceptions=True)
-
-    async with await asyncio.start_server(accept, "127.0.0.1", port) as server:
-        os.close(ready)
-        await server.serve_forever()
-
-
-def store_behind_a_slow_network() -> None:
-    """All ranks reach the store over a network that delays each message by 25 ms, and a rank is late."""
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    child = 0
-    if RANK == 0:
-        server = TCPStore(host, 0, WORLD, True, wait_for_workers=False)
-        readable, writable = os.pipe()
-        child = os.fork()
-        if child == 0:
-            try:
-                asyncio.run(slow_network(port, server.port, writable))
-            finally:
-                os._exit(1)
-        os.close(writable)
-        os.read(readable, 1)
-    try:
-        join_at(TCPStore(host, port, WORLD, False))
-        train(SECONDS)
-        leave()
-    finally:
-        if child:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
 
 
 # ---- handlers ----
@@ -521,14 +461,6 @@ def exit_handlers() -> None:
     leave()
 
 
-def exit_handlers_without_destroying() -> None:
-    """The same if the program does not destroy the group before the process ends."""
-    atexit.register(print, "right", flush=True)
-    join()
-    train()
-    dist.barrier()
-
-
 # ---- shells ----
 
 # Typed as by a user. The error is a typing error.
@@ -634,20 +566,6 @@ def data_workers() -> None:
     leave()
 
 
-def fork_that_ends_as_programs_do() -> None:
-    """A child that is forked after the import, before the groups exist, ends with `sys.exit`. Then a rank is late."""
-    from spec_tests.healthy.programs import support
-
-    assert support
-    child = os.fork()
-    if child == 0:
-        sys.exit(0)
-    assert os.waitpid(child, 0)[1] == 0
-    join()
-    train(SECONDS)
-    leave()
-
-
 def fork_that_fails_between_steps() -> None:
     """Each rank forks a child while its group exists. The child ends with an uncaught error, and the ranks continue to
     train."""
@@ -676,14 +594,6 @@ def rank_1_ends_later() -> None:
     train()
     leave()
     time.sleep(4.0 * (RANK == 1))
-
-
-def rank_0_ends_later() -> None:
-    """The group is destroyed; rank 0 continues for 4 s."""
-    join()
-    train()
-    leave()
-    time.sleep(4.0 * (RANK == 0))
 
 
 def rank_1_ends_early() -> None:
@@ -719,7 +629,7 @@ def main() -> None:
     torch.set_num_threads(1)
     try:
         globals()[name]()
-        if not name.startswith("exit_handlers"):
+        if name != "exit_handlers":
             print("right", flush=True)
     finally:
         awake_at.append(seconds_asleep())

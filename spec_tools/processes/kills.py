@@ -22,7 +22,6 @@ from spec_tools.processes.train import STEPS, Moment
 APIS = ("wrapper", "fully_shard")
 LIMIT = 90.0  # seconds for a run
 GRACE = 30.0  # seconds for the survivors to detect that a rank has ended
-SLOWEST_SAVE = 0.12  # seconds
 PART, FILE = r"\.step-000004\.part", r"\.step-000004\.part/(__\d_0\.distcp|full\.pt)"
 
 
@@ -41,9 +40,6 @@ NAMED = [
     ("sharded", Moment("before the folder beside", f"mkdir {PART}")),
     # Rank 1 has no file of its own in a full checkpoint.
     ("sharded", Moment("before the first byte", f"open {PART}/__1_0.distcp", victim=1)),
-    ("sharded", Moment("in the middle of a file", f"open {PART}/__0_0.distcp", after_bytes=9_000)),
-    ("sharded", Moment("in the middle of a file", f"open {PART}/__1_0.distcp", after_bytes=9_000, victim=1)),
-    ("full", Moment("in the middle of the full file", f"mkdir {PART}", after_bytes=15_000)),
     ("sharded", Moment("before a file is flushed", f"fsync {FILE}")),
     ("sharded", Moment("before a file is flushed", f"fsync {FILE}", victim=1)),
     ("full", Moment("before a file is flushed", f"fsync {FILE}")),
@@ -60,35 +56,19 @@ NAMED = [
 
 
 def kills(number: int = 50) -> list[Kill]:
-    """``number`` kills for each API. Of five, three are at named moments, one is some milliseconds after the start of a
-    save, and one is before a random call after the first save."""
+    """``number`` kills for each API, three of four at named moments, and one before a random call after a save."""
     chance, drawn = random.Random(1), []
     for api in APIS:
         for index in range(number):
-            step, victim, form = chance.choice([4, 6]), chance.randrange(2), chance.choice(["sharded", "full"])
-            if index % 5 == 3:
-                seconds = round(chance.uniform(0.001, SLOWEST_SAVE), 4)
-                moment = Moment("after the start of a save", f"save {step}", 0, victim, seconds=seconds)
-                drawn.append(Kill(api, form, moment))
-            elif index % 5 == 4:
+            if index % 4 == 3:
+                victim = chance.randrange(2)
                 # In a sharded save, rank 0 makes about twenty calls, and rank 1 makes three.
                 nth = chance.randrange(20, 34) if victim == 0 else chance.randrange(5, 9)
-                calls = "(open|rename|mkdir|fsync|remove) .*"
-                moment = Moment("before a call", calls, nth, victim)
-                drawn.append(Kill(api, form if victim == 0 else "sharded", moment))
+                moment = Moment("before a call", "(open|rename|mkdir|fsync|remove) .*", nth, victim)
+                drawn.append(Kill(api, "sharded", moment))
             else:
                 drawn.append(Kill(api, *chance.choice(NAMED)))
     return drawn
-
-
-def run(kill: Kill) -> dict[str, Any]:
-    """A row of the record."""
-    row = {"api": kill.api, "moment": kill.moment.name, "rank": kill.moment.victim, "form": kill.form}
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            return {**row, "resumed from": resume(kill, Path(folder))}
-        except AssertionError as error:
-            return {**row, "problem": str(error)[-2000:]}
 
 
 def resume(kill: Kill, folder: Path) -> str:

@@ -9,8 +9,6 @@ A *network namespace* has its own network interfaces, addresses and ports, so tw
 sockets are concerned. A pair of connected interfaces is the link. Each machine also has its own process numbers. Its
 first process is ``cat``, which reads from this process. When this process ends, ``cat`` ends, and then the kernel ends
 all processes of the machine and removes its interfaces. So nothing is left, even if a test is killed.
-
-Spec: MACHINES-01, MACHINES-02.
 """
 
 from __future__ import annotations

@@ -10,12 +10,9 @@ import itertools
 import json
 import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from spec_tools.processes import kills
 from spec_tools.processes.faults import FAULTS, whole_checkpoints
@@ -45,17 +42,6 @@ def restarts() -> Iterator[Restart]:
     for number, (api, strategy, fault, moment) in enumerate(everything):
         is_first = (number + number // 2) % 2 == 1
         yield Restart(api, strategy, fault, 0 if is_first else STRATEGIES[strategy] - 1, moment)
-
-
-def run(restart: Restart) -> dict[str, Any]:
-    """A row of the record."""
-    begun = time.monotonic()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            resume(restart, Path(folder))
-            return {**asdict(restart), "seconds": round(time.monotonic() - begun)}
-        except AssertionError as error:
-            return {**asdict(restart), "seconds": round(time.monotonic() - begun), "problem": str(error)[-3000:]}
 
 
 def resume(restart: Restart, folder: Path) -> None:

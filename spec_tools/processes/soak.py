@@ -24,7 +24,7 @@ import tempfile
 import threading
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -34,7 +34,6 @@ import torch.distributed as dist
 
 from minifsdp.checks import collective_log
 from minifsdp.checks.collective_log import log
-from minifsdp.engine.comm_streams import CommStreams
 from minifsdp_gloo import transport as gloo
 from spec_tests.harness import pool
 from spec_tools.processes.ranks import ROOT
@@ -47,20 +46,6 @@ MOST_MORE = {"python_bytes": 150_000, "resident_bytes": 16 * 2**20}
 
 # The counts after a step, by name. `kinds` has the objects of minifsdp by class.
 Sample = dict[str, Any]
-# Objects that a leak in a program or in the package would keep in each step.
-_kept: list[Any] = []
-LEAKS: dict[str, Callable[[], object]] = {
-    "tensors": lambda: _kept.append(torch.zeros(1)),
-    "descriptors": lambda: _kept.append(os.open(os.devnull, os.O_RDONLY)),
-    "threads": lambda: threading.Thread(target=threading.Event().wait, args=(60,), daemon=True).start(),
-    "objects": lambda: _kept.append(CommStreams(torch.device("cpu"))),
-    "python_bytes": lambda: _kept.append(bytearray(40_000)),
-    "resident_bytes": lambda: _kept.append(bytearray(1_500_000)),
-    # Inserted by `soak`.
-    "queued": lambda: None,
-    "ledger": lambda: None,
-    "on_disk": lambda: None,
-}
 
 
 def run(api: str) -> dict[str, Any]:
@@ -76,7 +61,7 @@ def run(api: str) -> dict[str, Any]:
     return {**row, "first": samples[0], "last": samples[-1]}
 
 
-def soak(api: str, num_steps: int, num_warm: int, folder: str, round_of: int = 25, leak: str = "") -> None:
+def soak(api: str, num_steps: int, num_warm: int, folder: str, round_of: int = 25) -> None:
     """Trains and counts. Every rank must call it; rank 0 writes the counts into ``folder``.
 
     Args:
@@ -85,27 +70,15 @@ def soak(api: str, num_steps: int, num_warm: int, folder: str, round_of: int = 2
         num_warm: number of steps before the first count.
         folder: for the counts, and for checkpoints.
         round_of: number of steps in a round.
-        leak: the leak to insert in each step, a key of `LEAKS`.
 
     Raises:
         AssertionError: something has grown.
     """
     tracemalloc.start()
-    if leak == "queued":
-        os.environ["MINIFSDP_TRANSPORT"] = "messages"
-        mock.patch.object(gloo._Exchange, "wait", _wait_without_removal).start()
-    # A short log is full before the first count. A log without a limit grows.
-    mock.patch.object(collective_log, "MOST_ENTRIES", None if leak == "ledger" else 64).start()
-    try:
-        most_kept = 1000 if leak == "on_disk" else 2
-        samples = _train(api, num_steps, num_warm, Path(folder, "runs"), most_kept, LEAKS.get(leak), round_of)
-    finally:
-        tracemalloc.stop()
-        mock.patch.stopall()
-        for one in _kept:
-            if leak == "descriptors":
-                os.close(one)
-        _kept.clear()
+    # A short log is full before the first count.
+    with mock.patch.object(collective_log, "MOST_ENTRIES", 64):
+        samples = _train(api, num_steps, num_warm, Path(folder, "runs"), round_of)
+    tracemalloc.stop()
     if dist.get_rank() == 0:
         Path(folder, "samples.json").write_text(json.dumps(samples))
     # On all ranks, so that none waits for another.
@@ -118,25 +91,12 @@ def soak(api: str, num_steps: int, num_warm: int, folder: str, round_of: int = 2
 soak.body_on_a_rank = soak  # type: ignore[attr-defined]
 
 
-def _wait_without_removal(exchange: Any) -> None:
-    for message in exchange._messages:
-        message.wait()
-
-
-def _train(
-    api: str,
-    num_steps: int,
-    num_warm: int,
-    runs: Path,
-    most_kept: int,
-    leak: Callable[[], object] | None,
-    round_of: int,
-) -> list[Sample]:
+def _train(api: str, num_steps: int, num_warm: int, runs: Path, round_of: int) -> list[Sample]:
     sys.path.insert(0, str(ROOT / "tutorials"))
     import train_gpt
     from gpt.ranks import Place
 
-    checkpoints = train_gpt.CheckpointFolder(runs, keep=most_kept)
+    checkpoints = train_gpt.CheckpointFolder(runs, keep=2)
     options = train_gpt.parse([*TINY, f"--api={api}", f"--steps={num_steps}"])
     place = Place(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), "gloo")
     text = torch.randint(0, 256, (4000,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -147,8 +107,6 @@ def _train(
         train_gpt.train_step(training.model, training.optimizer, inputs, targets)
         # Not `finish_step`: it also extends the list of losses, which grows intentionally.
         training.step += 1
-        if leak is not None:
-            leak()
         if step % round_of == 0:
             train_gpt.evaluate(training.model, text, options, place)
             for full in (True, False):

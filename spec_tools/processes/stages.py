@@ -159,14 +159,14 @@ class Job:
 
     def states_of_function(self) -> Iterator[str]:
         whole = of_torch.StateDictOptions(full_state_dict=True)
-        on_first_rank = of_torch.StateDictOptions(full_state_dict=True, cpu_offload=True)
         yield "full state dict"
-        of_torch.get_model_state_dict(self.model, options=on_first_rank)
+        full = of_torch.get_model_state_dict(self.model, options=whole)
         yield "sharded state dict"
         of_torch.get_model_state_dict(self.model)
         yield "local state dict"
         self.model.state_dict()
-        full = of_torch.get_model_state_dict(self.model, options=whole)
+        # So that the other ranks notice a fault at the stage above.
+        of_torch.get_model_state_dict(self.model, options=whole)
         yield "optimizer state dict"
         of_optimizer = of_torch.get_optimizer_state_dict(self.model, self.optimizer, options=whole)
         yield "load state dict"

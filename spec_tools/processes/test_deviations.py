@@ -19,10 +19,12 @@ APIS = ("wrapper", "function")
 each_api = pytest.mark.parametrize("api", APIS)
 
 
-def deviate(folder: Path, api: str, what: str, num_ranks: int = 2) -> tuple[list[int | None], Ranks]:
+def deviate(
+    folder: Path, api: str, what: str, num_ranks: int = 2, limit: float = IN_SECONDS
+) -> tuple[list[int | None], Ranks]:
     """The exit statuses of the ranks, which must end in time, and the ranks."""
     with start("spec_tools.processes.deviate", api, what, folder=folder, num_ranks=num_ranks) as ranks:
-        codes = ranks.wait(IN_SECONDS)
+        codes = ranks.wait(limit)
     assert None not in codes, f"still there: {codes}\n{ranks.all_errors()}"
     return codes, ranks
 
@@ -170,8 +172,7 @@ def test_wrapped_torch_groups_still_detect_divergent_ranks(
 
 @pytest.mark.spec("LEDGER-12")
 def test_errors_of_earlier_process_groups_are_removed(tmp_path: Path) -> None:
-    with start("spec_tools.processes.new_groups", str(tmp_path), folder=tmp_path) as ranks:
-        codes = ranks.wait(60.0)
+    codes, ranks = deviate(tmp_path, str(tmp_path), "starts again", limit=60.0)
     assert codes == [0, 0], ranks.all_errors()
     for rank in range(2):
         lines = ranks.output(rank).splitlines()

@@ -1,13 +1,9 @@
-"""Two machines: the link between them, trainings on both, and a job whose link is cut."""
+"""Two machines: trainings on both, and a job whose link is cut."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,44 +16,13 @@ from spec_tests.waiting import comes_true
 from spec_tools.processes import kills, train
 from spec_tools.processes.faults import whole_checkpoints
 from spec_tools.processes.machine_training import CASES, PER_MACHINE, Case
-from spec_tools.processes.machines import ADDRESSES, LIMIT, NotAllowedError, TwoMachines
+from spec_tools.processes.machines import NotAllowedError, TwoMachines
 from spec_tools.processes.ranks import ROOT, start
 
 RATE = 1e9
 OVERHEAD = 1.02  # headers, confirmations, and the messages that are not part of the step
 JOB_LIMIT = 480.0  # seconds
 REPORT = "Where every rank is:"
-# Prints the seconds in which it has sent two megabytes to the other machine.
-SEND = f"""
-import socket, time
-begun = time.monotonic()
-with socket.create_connection(("{ADDRESSES[1]}", 5000), timeout=5) as connection:
-    connection.sendall(bytes(2_000_000))
-    connection.shutdown(socket.SHUT_WR)
-    assert connection.recv(1) == b"!"
-print(time.monotonic() - begun)
-"""
-RECEIVE = f"""
-import socket
-with socket.create_server(("{ADDRESSES[1]}", 5000)) as server:
-    print("ready", flush=True)
-    with server.accept()[0] as connection:
-        while connection.recv(1 << 16):
-            continue
-        connection.sendall(b"!")
-"""
-# Prints the process numbers of both machines.
-START = """
-import signal, subprocess
-from spec_tools.processes.machines import TwoMachines
-# A shell starts background processes with SIGINT ignored, and children inherit that.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-with TwoMachines(1e9) as machines:
-    sleep = machines.start(1, ["sh", "-c", "echo started; sleep 1000"], stdout=subprocess.PIPE)
-    sleep.stdout.readline()
-    print(machines._machines[0].pid, machines._machines[1].pid, flush=True)
-    sleep.wait()
-"""
 
 
 @pytest.fixture(scope="module")
@@ -67,60 +32,6 @@ def machines() -> Iterator[TwoMachines]:
             yield created
     except NotAllowedError as reason:
         pytest.skip(f"needs network namespaces: {reason}")
-
-
-@pytest.mark.spec("MACHINES-01")
-def test_link_has_a_rate_counts_bytes_and_can_be_cut(machines: TwoMachines) -> None:
-    def send() -> tuple[str, str]:
-        pipe = subprocess.PIPE
-        return machines.start(0, [sys.executable, "-c", SEND], stdout=pipe, stderr=pipe).communicate(timeout=LIMIT)
-
-    with machines.start(1, [sys.executable, "-c", RECEIVE], stdout=subprocess.PIPE) as receives:
-        assert receives.stdout is not None
-        assert receives.stdout.readline() == "ready\n"
-        machines.cut()
-        assert "TimeoutError: timed out" in send()[1]
-        machines.restore()
-        before = machines.sent_bytes()
-        seconds = float(send()[0])
-        assert receives.wait(LIMIT) == 0
-    from_first, from_second = (now - old for now, old in zip(machines.sent_bytes(), before, strict=True))
-    # The link has a buffer of 128 kB.
-    assert seconds >= 8 * (2_000_000 - 131_072) / RATE
-    assert 2_000_000 < from_first < 1.03 * 2_000_000
-    assert 0 < from_second < 0.1 * 2_000_000
-
-
-@pytest.mark.spec("MACHINES-02")
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left(how: signal.Signals, machines: TwoMachines) -> None:
-    # The other machines exist at the same time. They have the same addresses, and do not interfere.
-    starts = subprocess.Popen([sys.executable, "-c", START], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT)
-    assert starts.stdout is not None
-    networks = {os.readlink(f"/proc/{pid}/ns/net") for pid in starts.stdout.readline().decode().split()}
-    assert len(networks) == 2
-
-    def processes() -> list[str]:
-        return [path.name for path in Path("/proc").glob("[0-9]*") if network_of(path) in networks]
-
-    assert len(processes()) > 2
-    starts.send_signal(how)
-    starts.communicate(timeout=LIMIT)
-    assert comes_true(lambda: processes() == [], LIMIT), processes()
-
-
-def network_of(process: Path) -> str:
-    try:
-        return os.readlink(process / "ns/net")
-    except OSError:
-        return ""
-
-
-@pytest.mark.spec("MACHINES-02")
-def test_missing_permission_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/nonexistent")
-    with pytest.raises(NotAllowedError, match="unshare"), TwoMachines(RATE):
-        pass
 
 
 # ---- training ----

@@ -18,8 +18,7 @@ because only these calls have effects that the next run can see. Python calls an
     loss                  between forward and backward of a step
     written               this rank has written its files in a save, and the others wait for its message
 
-``FOLDER/events-0`` has the labels of rank 0. A limit of the operating system covers the middle of a file: the write
-that would exceed the limit is cut off at exactly that byte.
+``FOLDER/events-0`` has the labels of rank 0.
 
 Each batch has four parts, whatever the number of ranks. So two ranks train with the same values as four.
 """
@@ -29,10 +28,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
-import signal
 import sys
-import threading
 import time
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -67,8 +63,6 @@ class Moment:
         nth: index of the event among those that match, counted from 0.
         victim: the rank that has the fault.
         fault: one of `FAULTS`, or ``"is cut off"``: the rank waits until ``FOLDER/cut-0`` exists.
-        after_bytes: if not 0, the rank is killed after this many bytes of the file that the call opens.
-        seconds: the rank is killed this long after the event, while it continues.
     """
 
     name: str
@@ -76,8 +70,6 @@ class Moment:
     nth: int = 0
     victim: int = 0
     fault: str = "is killed"
-    after_bytes: int = 0
-    seconds: float = 0.0
 
 
 class Events:
@@ -98,7 +90,6 @@ class Events:
         self._is_cut_off = moment is not None and moment.fault == "is cut off"
         self._moment = moment if moment is not None and moment.victim == rank else None
         self._num_seen = 0
-        self._timer: threading.Timer | None = None
 
     def see(self, label: str) -> None:
         os.write(self._log, f"{label}\n".encode())
@@ -119,19 +110,8 @@ class Events:
         if moment.fault == "is cut off":
             while not self._cut.exists():
                 time.sleep(0.05)
-        elif moment.seconds:
-            self._timer = threading.Timer(moment.seconds, commit, ("is killed", 0.0))
-            self._timer.start()
-        elif moment.after_bytes:
-            signal.signal(signal.SIGXFSZ, lambda *_: commit("is killed", 0.0))
-            resource.setrlimit(resource.RLIMIT_FSIZE, (moment.after_bytes, resource.RLIM_INFINITY))
         else:
             commit(moment.fault, 3 * TIMEOUT)
-
-    def wait_for_timer(self) -> None:
-        """The training can end before the rank is killed."""
-        if self._timer is not None:
-            self._timer.join()
 
     def watch_files(self) -> None:
         """Sees each later call that changes something below the folder of checkpoints."""
@@ -210,7 +190,6 @@ def main() -> None:
     events = Events(folder, rank, [Moment(**fields) for fields in json.loads(moments)])
     events.watch_files()
     result = train(folder, form, events, options)
-    events.wait_for_timer()
     if rank == 0:
         (folder / "result").write_text(json.dumps(result))
 

@@ -1,5 +1,1 @@
-"""Published measurements of FSDP training, and the predictions of the step simulator for them.
-
-Reading order: ``table`` (the measurements) -> ``setups`` (each of them as a configuration of the simulator) ->
-``predictions`` (fit, prediction and file).
-"""
+"""Published measurements of FSDP training in ``docs/data``, and the simulator's predictions for them."""

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-import minifsdp
 from spec_tests.harness.accounting import ROOT
-from spec_tests.harness.checkout import PACKAGE, is_of_package
 
 pytestmark = pytest.mark.pure
 
@@ -33,16 +31,6 @@ print(caught[0].filename, caught[0].lineno, sep=":")
 
 
 @pytest.mark.spec("START-01")
-def test_package_location_determines_the_files_of_the_package() -> None:
-    assert Path(minifsdp.__file__).parent == PACKAGE
-    assert is_of_package(minifsdp.engine.hooks.__file__)
-    assert not is_of_package(__file__)
-    assert not is_of_package(str(PACKAGE.parent / "minifsdp-tests" / "a.py"))
-    assert not is_of_package("/home/minifsdp/torch/nn/module.py")
-    assert not is_of_package("<string>")
-
-
-@pytest.mark.spec("START-01")
 @pytest.mark.parametrize("program", ["train.py", "torchtrain/minifsdp_train.py"])
 def test_a_warning_names_the_program_in_a_checkout_with_the_name_of_the_package(program: str, tmp_path: Path) -> None:
     checkout = tmp_path / "with space \u00e9" / "minifsdp"
@@ -57,15 +45,3 @@ def test_a_warning_names_the_program_in_a_checkout_with_the_name_of_the_package(
         [sys.executable, str(script)], env=environment, cwd=checkout, capture_output=True, encoding="utf-8", check=True
     )
     assert done.stdout.strip() == f"{script}:{1 + PROGRAM.splitlines().index(CALL)}"
-
-
-@pytest.mark.spec("START-01")
-def test_no_test_and_no_tool_searches_paths_for_the_package_name() -> None:
-    folders = ("spec_tests", "spec_tools", "docs_build", "tutorials", "minifsdp", "minifsdp_gloo", "minifsdp_tools")
-    files = [path for folder in folders for path in (ROOT / folder).rglob("*.py") if path != Path(__file__)]
-    guesses = [f'"{slash}minifsdp{slash}"' for slash in ("/", "\\\\")] + [
-        '"minifsdp" in path',
-        '"minifsdp" in str(path',
-    ]
-    found = [path for path in files if any(guess in path.read_text(encoding="utf-8") for guess in guesses)]
-    assert found == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import socket
@@ -18,9 +17,8 @@ from minifsdp_tools.simulate.machine import measured_costs
 from spec_tests.harness import pool, ranks
 from spec_tests.waiting import comes_true
 from spec_tools.gpu import __main__ as command
-from spec_tools.gpu import collectives, hardware, process, races, report, stages, steps
+from spec_tools.gpu import collectives, process, races, report, stages, steps
 from spec_tools.gpu.process import ROOT, Job
-from tutorials.gpt import ranks as starting
 
 FUTURE = "ignore:.*is deprecated. Please use:FutureWarning"  # torch 2.13 has newer names for its collectives
 
@@ -47,10 +45,8 @@ def test_all_stages_run_on_the_cpu_and_the_report_has_their_figures(
 
     text = (tmp_path / "gpu-report-cpu.md").read_text()
     record = report.read(tmp_path / "gpu-report-cpu.md")
-    title, note, versions, *_ = text.split("\n\n")[0].splitlines() + text.split("\n\n")[1].splitlines()
-    assert title.startswith("# minifsdp ")
-    assert note == "**Tried on the CPU, with gloo: nothing about a GPU is shown.**"
-    assert f"torch {torch.__version__}, commit " in versions
+    assert "**Tried on the CPU, with gloo: nothing about a GPU is shown.**" in text
+    assert f"torch {torch.__version__}, commit " in text
     assert record["hardware"]["versions"]["torch"] in capsys.readouterr().out
     assert [name.split("/")[0] for name in record["jobs"]] == list(stages.STAGES)
     assert record["not_run"] == []
@@ -58,91 +54,33 @@ def test_all_stages_run_on_the_cpu_and_the_report_has_their_figures(
 
     compared = {test.partition("[")[2] for test in report.tests(record)}
     assert {"mlp-wrapped-FULL_SHARD]", "mlp-fully_shard-HYBRID_SHARD]", "mlp-wrapped-NO_SHARD-adamw]"} <= compared
-    rows = list(report.findings(record, "collectives"))
-    assert {row["collective"] for row in rows} == set(collectives.COLLECTIVES)
-    assert all(row["us"] > 0 and row["shared"] for row in rows)
+    measured = list(report.findings(record, "collectives"))
+    assert {one["collective"] for one in measured} == set(collectives.COLLECTIVES)
+    assert all(one["us"] > 0 and one["shared"] for one in measured)
     assert "no time of a collective has a meaning" in text
     trained = list(report.findings(record, "steps"))
-    assert [row["contender"] for row in trained] == list(steps.CONTENDERS)
-    assert all(row["ms"] >= row["host ms"] > 0 and len(row["losses"]) == steps.NUM_WARM for row in trained)
+    assert [one["contender"] for one in trained] == list(steps.CONTENDERS)
+    assert all(one["ms"] >= one["host ms"] > 0 for one in trained)
     raced = list(report.findings(record, "races"))
-    assert [row["configuration"] for row in raced] == list(races.CONFIGURATIONS)
-    assert "| wrapper | 4 | 1 | 0 |  |" in text  # the first seed delays communication streams, which a CPU has not
-
-
-@pytest.mark.spec("KIT-08")
-def test_stages_run_on_the_simulated_accelerator(tmp_path: Path) -> None:
-    assert command.main(["--device", "simulated", "--stages", "hardware", "collectives"], tmp_path) == 0
-    assert "**Tried on a simulated accelerator: nothing" in (tmp_path / "gpu-report-simulated.md").read_text()
-
-
-def no_driver(patch: pytest.MonkeyPatch) -> None:
-    def init() -> None:
-        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\nPlease update")
-
-    patch.setattr(torch.version, "cuda", "13.0")
-    patch.setattr(torch.cuda, "is_available", lambda: False)
-    patch.setattr(torch.cuda, "init", init)
+    assert [one["configuration"] for one in raced] == list(races.CONFIGURATIONS)
 
 
 @pytest.mark.spec("KIT-01")
 def test_command_without_a_gpu_says_why_and_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    no_driver(monkeypatch)
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).")
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "init", init)
     assert command.main([], tmp_path) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith(
-        f"There is no GPU here that torch {torch.__version__} can use (CUDA 13.0: The NVIDIA dri"
-    )
-    assert said.err.count("\n") == 1
+    assert "There is no GPU here" in said.err
+    assert "The NVIDIA driver on your system is too old" in said.err
     assert list(tmp_path.iterdir()) == []
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "this build has no CUDA" in hardware.why_not_available("cuda")
-
-
-@pytest.mark.spec("TRAIN-02")
-@pytest.mark.pure
-def test_tutorial_says_why_it_uses_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    no_driver(monkeypatch)
-    chosen, remark = starting.choose_device("auto", local_rank=0, local_ranks=1)
-    assert chosen == torch.device("cpu")
-    assert remark.startswith("torch finds no GPU: The NVIDIA driver on your system is too old")
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert starting.choose_device("auto", local_rank=0, local_ranks=1) == (torch.device("cpu"), "")
-
-
-@pytest.mark.spec("KIT-26")
-def test_under_torchrun_only_rank_0_runs_and_its_jobs_have_no_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    use_jobs(monkeypatch, python("suite/a", "import os, sys; sys.exit('WORLD_SIZE' in os.environ)"))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "1")
-    assert command.main(["--device", "cpu"], tmp_path) == 0
-    assert list(tmp_path.iterdir()) == []
-    monkeypatch.setenv("RANK", "0")
-    assert command.main(["--device", "cpu"], tmp_path) == 0
-    assert list(report.read(tmp_path / "gpu-report-cpu.json")["jobs"]) == ["suite/a"]
-
-
-@pytest.mark.spec("KIT-02")
-@pytest.mark.pure
-def test_more_devices_mean_more_ranks_and_tests_for_gpus_are_first() -> None:
-    def names(stage: str, num_devices: int) -> list[str]:
-        return [job.name for job in stages.STAGES[stage].jobs(stages.Settings("cuda", num_devices))]
-
-    assert names("collectives", 1) == ["collectives/2"]
-    assert names("collectives", 8) == ["collectives/2", "collectives/4", "collectives/8"]
-    assert names("steps", 1) == ["steps/1"]
-    assert names("steps", 8) == ["steps/1", "steps/8"]
-    assert names("races", 1) == ["races/4"]
-    assert names("races", 8) == ["races/4", "races/8"]
-    texts = [(ROOT / "spec_tests" / name.removeprefix("suite/")).read_text() for name in names("suite", 1)]
-    order = [2 * ("mark.gpu" in text) + ('"STREAM-' in text) for text in texts]
-    assert [one >= 2 for one in order] == sorted((one >= 2 for one in order), reverse=True)
-    assert order[-1] == 0
 
 
 # ---- jobs that do not pass ------------------------------------------------------------------------------------------
@@ -208,9 +146,6 @@ def test_run_ends_with_its_time_and_lists_what_did_not_run(tmp_path: Path, monke
     record = report.read(tmp_path / "gpu-report-cpu.json")
     assert [job["word"] for job in record["jobs"].values()] == ["passed", "stopped"]
     assert record["not_run"] == ["suite/c"]
-    monkeypatch.setattr(command, "SHORTEST", 10.0)
-    assert command.main(["--device", "cpu", "--minutes", "0.1", "--fresh"], tmp_path) == 1
-    assert report.read(tmp_path / "gpu-report-cpu.json")["not_run"] == ["suite/a", "suite/b", "suite/c"]
 
 
 # ---- a run that is cut off ------------------------------------------------------------------------------------------
@@ -237,7 +172,7 @@ def run_three_jobs(folder: Path) -> None:
 
 
 @pytest.mark.spec("KIT-05", "KIT-24")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_same_command_continues_a_run_that_was_cut_off(number: signal.Signals, tmp_path: Path) -> None:
     first, second = (pool.fork_server().Process(target=run_three_jobs, args=(tmp_path,)) for _ in range(2))
     first.start()
@@ -256,21 +191,27 @@ def test_same_command_continues_a_run_that_was_cut_off(number: signal.Signals, t
     assert process.processes_of(tmp_path / "gpu" / "cpu") == []
 
 
-@pytest.mark.spec("KIT-05", "KIT-07")
+@pytest.mark.spec("KIT-05")
 @pytest.mark.pure
-def test_outcomes_of_another_commit_or_version_are_not_used(tmp_path: Path) -> None:
+def test_outcomes_of_another_commit_are_not_used(tmp_path: Path) -> None:
     about = report.circumstances("cpu", 1, False)
-    path = tmp_path / "gpu-report.json"
-    outcome = process.Outcome("passed", 1.0)
-    report.write(report.compose(about, {"suite/a": outcome}, []), path)
-    assert report.earlier_outcomes(path, about) == {"suite/a": outcome}
-    assert report.earlier_outcomes(path, {**about, "commit": "another"}) == {}
-    path.write_text(json.dumps({"format": 2}))
-    with pytest.raises(ValueError, match="is not a report of this version"):
-        report.read(path)
+    outcomes = {"suite/a": process.Outcome("passed", 1.0)}
+    report.write(report.compose(about, outcomes, []), tmp_path / "report.json")
+    assert report.earlier_outcomes(tmp_path / "report.json", about) == outcomes
+    assert report.earlier_outcomes(tmp_path / "report.json", {**about, "commit": "another"}) == {}
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.spec("KIT-02")
+@pytest.mark.pure
+def test_number_of_ranks_follows_the_number_of_devices() -> None:
+    def names(num_devices: int) -> list[str]:
+        return [job.name for job in stages.STAGES["collectives"].jobs(stages.Settings("cuda", num_devices))]
+
+    assert names(1) == ["collectives/2"]
+    assert names(8) == ["collectives/2", "collectives/4", "collectives/8"]
 
 
 @pytest.mark.spec("KIT-16")
@@ -357,51 +298,10 @@ def test_race_hunt_reports_the_first_step_and_name_that_a_delay_changes() -> Non
 
 
 @pytest.mark.spec("KIT-06")
-def test_race_hunt_says_that_a_reference_differs_from_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(races, "on_ranks", lambda *_, **__: [(0, ""), (0, "no delays: the kernels are not determi")])
-    finding = next(races.work(2, 1))
-    assert finding["text"] == "wrapper, 2 ranks, no delays: the kernels are not determi"
-
-
-@pytest.mark.spec("KIT-06")
 @pytest.mark.filterwarnings(FUTURE)
-@pytest.mark.parametrize(
-    "configuration",
-    ["wrapper, single parameters", "wrapper, communication hook", "hybrid function, accumulation"],
-)
+@pytest.mark.parametrize("configuration", ["wrapper, bfloat16", "function, hybrid"])
 @ranks(4)
 def test_race_hunt_finds_no_difference_for_harmless_delays(configuration: str) -> None:
     num_delays, found = races.hunt(configuration, 2)
     assert found == ""
     assert num_delays > 50
-
-
-@pytest.mark.spec("KIT-06")
-def test_seeds_delay_the_communication_streams_the_compute_stream_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Module:
-        current = "compute"
-
-        def current_stream(self) -> str:
-            return self.current
-
-    module = Module()
-    late: set[str] = set()
-    monkeypatch.setattr(races, "device_module", lambda: module)
-    monkeypatch.setattr(races, "keep_busy", lambda milliseconds: late.add(module.current))
-    for seed, expected in enumerate([{"gather"}, {"compute"}, {"gather", "compute"}]):
-        module.current = "compute"
-        late.clear()
-        with races.Delays(seed, 0):
-            for stream in ["compute", "gather"] * 50:
-                module.current = stream
-                torch.ones(1).add_(1)
-        assert late == expected
-
-
-@pytest.mark.spec("KIT-06")
-@pytest.mark.pure
-def test_first_difference_names_step_and_treats_nan_as_equal() -> None:
-    good = [{"loss": torch.tensor([1.0]), "weight": torch.tensor([1.0, float("nan")])} for _ in range(2)]
-    other = [good[0], {"loss": torch.tensor([1.0]), "weight": torch.tensor([1.5, float("nan")])}]
-    assert races.first_difference(good, good) == ""
-    assert races.first_difference(good, other) == "step 1, weight: 1 bytes differ"

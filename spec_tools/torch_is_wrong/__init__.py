@@ -1,9 +1,10 @@
 """Small programs that show errors of torch's own FSDP. They do not need minifsdp.
 
 The suite uses torch as its reference, and in a few cases the reference is wrong. Each case is a program in this folder
-that needs only torch and two ranks::
+that needs only torch and two ranks. Its function ``main`` returns what the program says::
 
-    torchrun --nproc-per-node 2 spec_tools/torch_is_wrong/optimizer_moments.py
+    torchrun --nproc-per-node 2 -m spec_tools.torch_is_wrong optimizer_moments
+    torchrun --nproc-per-node 2 -m spec_tools.torch_is_wrong optimizer_moments minifsdp
 
 The docstring describes the error and the correct behavior. It quotes two outputs of the program: with a version of
 torch that has the error, and with minifsdp instead of torch. It names the first version that is right, if there is one.
@@ -21,13 +22,13 @@ import ast
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import dedent
+from typing import Any
 
 from packaging.version import Version
-
-__all__ = ["CHECKED", "OURS", "TORCH", "Case", "cases", "is_said", "said_by_torchrun"]
 
 # The versions of torch with which all programs were run.
 CHECKED = ("2.13.0", "2.14.1", "2.15.0")
@@ -65,10 +66,18 @@ class Case:
         is_fixed = self.right_since is not None and Version(version) >= Version(self.right_since)
         return self.in_torch if version in CHECKED and not is_fixed else self.in_fixed_torch
 
-    def text_for(self, library: str) -> str:
-        """The program with imports from ``library`` instead of torch."""
+    def run(self, library: str) -> str:
+        """What the program says with ``library`` instead of torch; every rank must call it. An error is its message."""
         text = (FOLDER / f"{self.name}.py").read_text(encoding="utf-8")
-        return re.sub(r"^from torch\.distributed\.fsdp\b", f"from {library}", text, flags=re.MULTILINE)
+        text = re.sub(r"^from torch\.distributed\.fsdp\b", f"from {library}", text, flags=re.MULTILINE)
+        names: dict[str, Any] = {"__name__": self.name}
+        exec(compile(text, f"{self.name}.py", "exec"), names)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                return str(names["main"]())
+            except Exception as error:
+                return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def cases() -> list[Case]:
@@ -107,13 +116,12 @@ def is_said(expected: str, found: str) -> bool:
 
 
 def said_by_torchrun(case: Case) -> str:
-    """Starts the program with torchrun; returns the output of rank 0, or the exception or signal that ended it."""
+    """Starts the program with torchrun; returns what rank 0 says, or the signal that ended it."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-ranks-filter", "0"]
-    command = [*launch, "--nproc-per-node", str(case.num_ranks), str(FOLDER / f"{case.name}.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    command = [*launch, "--nproc-per-node", str(case.num_ranks), "-m", "spec_tools.torch_is_wrong", case.name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, cwd=FOLDER.parents[1])
     if done.returncode == 0:
-        return done.stdout.strip().removeprefix("rank 0: ")
-    errors = re.findall(r"^\[rank0\]: (\w+: .*)", done.stderr, re.MULTILINE)
+        return done.stdout.strip()
     # torchrun ends the remaining processes with signals of its own, and names the first cause last.
     signals = re.findall(r"Signal \d+ \(\w+\)", done.stderr)
-    return (errors or signals or [done.stderr])[-1]
+    return (signals or [done.stderr])[-1]

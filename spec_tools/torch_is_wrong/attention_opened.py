@@ -18,7 +18,6 @@ Spec: MP-19, WRAP-07.
 import functools
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
@@ -40,9 +39,3 @@ def main() -> str:
     precision = MixedPrecision(torch.bfloat16)
     model = FSDP(Model(), auto_wrap_policy=policy, mixed_precision=precision, device_id=torch.device("cpu"))
     return f"output {list(model(torch.ones(3, 4, 20)).shape)}"
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

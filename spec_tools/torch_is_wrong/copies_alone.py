@@ -35,9 +35,3 @@ def main() -> str:
     gradients = [torch.zeros(1) for _ in range(2)]
     dist.all_gather(gradients, next(model.parameters()).grad.view(-1))
     return "gradients " + " and ".join(f"{float(one):.1f}" for one in gradients)
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

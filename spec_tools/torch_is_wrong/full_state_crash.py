@@ -14,7 +14,6 @@ Spec: SD-FULL-06. Right since torch 2.14.1.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -24,9 +23,3 @@ def main() -> str:
     model = FSDP(nn.Linear(4, 2), use_orig_params=True, device_id=torch.device("cpu"))
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True)):
         return ", ".join(f"{name} {list(value.shape)}" for name, value in sorted(model.state_dict().items()))
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

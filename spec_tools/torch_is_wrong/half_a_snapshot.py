@@ -16,7 +16,6 @@ Spec: SD-FULL-07.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -30,9 +29,3 @@ def main() -> str:
     sgd.step()
     weight, after = float(kept["weight"].mean()), int(kept["num_batches_tracked"])
     return f"the weight is still {weight}, the number of batches went from {before} to {after}"
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

@@ -15,7 +15,6 @@ Spec: CTOR-11.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -25,9 +24,3 @@ def main() -> str:
     model = FSDP(nn.Sequential(encoder, nn.Linear(4, 2)), device_id=torch.device("cpu"))
     encoder(torch.ones(1, 4))
     return f"the whole model gives {list(model(torch.ones(1, 4)).shape)}"
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

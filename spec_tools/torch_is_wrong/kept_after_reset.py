@@ -16,7 +16,6 @@ Spec: NEW-15. Right since torch 2.15.0.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
@@ -32,9 +31,3 @@ def main() -> str:
     model.set_requires_gradient_sync(True)
     model(torch.ones(1, 4)).sum().backward()
     return f"gradient {float(model.weight.grad.full_tensor().mean())}"
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

@@ -18,7 +18,6 @@ Spec: META-01.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -29,9 +28,3 @@ def main() -> str:
     model = FSDP(nn.Sequential(body, head), device_id=torch.device("cpu"))
     with FSDP.summon_full_params(model):
         return f"the body is as it was loaded: {bool((body.weight == 7.0).all())}"
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

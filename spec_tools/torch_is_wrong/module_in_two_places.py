@@ -14,7 +14,6 @@ Spec: WRAP-03.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -34,9 +33,3 @@ def main() -> str:
     model = FSDP(Twice(), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), device_id=torch.device("cpu"))
     output = model(torch.ones(1, 4))
     return f"one module in both places: {model.first is model.second}, output {list(output.shape)}"
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

@@ -14,7 +14,6 @@ Spec: CLIP-07.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -24,9 +23,3 @@ def main() -> str:
     model(torch.ones(1, 4, dtype=torch.float64)).sum().backward()
     norm = model.clip_grad_norm_(100.0)
     return f"{norm:.4g} in {norm.dtype}"
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

@@ -55,9 +55,3 @@ def norms(of_root: dict, of_inner: dict) -> str:
     found: list = [None] * 4
     dist.all_gather_object(found, f"{float(model.clip_grad_norm_(100.0)):.4g}")
     return f"{found[0]} on all ranks" if len(set(found)) == 1 else ", ".join(found)
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

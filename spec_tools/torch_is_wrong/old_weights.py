@@ -21,7 +21,6 @@ Spec: FRESH-04.
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import fully_shard
@@ -49,9 +48,3 @@ def output(shard: Callable, enabled: bool) -> float:
         model(torch.ones(1, 4))
     sgd.step()
     return model(torch.ones(1, 4)).item()
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

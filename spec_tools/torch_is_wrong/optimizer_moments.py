@@ -21,7 +21,6 @@ Spec: OSD-04, OSD-08.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -33,9 +32,3 @@ def main() -> str:
     adam.step()
     found = FSDP.optim_state_dict(model, adam)["state"]["weight"]
     return ", ".join(f"{name} {float(found[name].mean()):.4g}" for name in ("exp_avg", "exp_avg_sq"))
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

@@ -15,7 +15,6 @@ Spec: SUMMON-15.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -34,9 +33,3 @@ def after(in_place: bool) -> float:
             model.weight.grad = torch.full((2, 4), 5.0)
     with FSDP.summon_full_params(model, with_grads=True):
         return float(model.weight.grad.mean())
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

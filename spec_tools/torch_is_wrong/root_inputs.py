@@ -15,7 +15,6 @@ Spec: MP-15.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import MixedPrecision
@@ -29,9 +28,3 @@ class Look(nn.Linear):
 def main() -> str:
     precision = MixedPrecision(torch.bfloat16, cast_forward_inputs=True, cast_root_forward_inputs=False)
     return FSDP(Look(4, 2), mixed_precision=precision, device_id=torch.device("cpu"))(torch.ones(1, 4))
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

@@ -18,7 +18,6 @@ Spec: OSD-REKEY-02, PROG-94.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 from torch.distributed.fsdp import OptimStateKeyType
@@ -45,9 +44,3 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def counts(optimizer: torch.optim.Optimizer) -> str:
     return ", ".join(f"{state['step']:.0f}" for state in optimizer.state.values())
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

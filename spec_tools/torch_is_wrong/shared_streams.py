@@ -15,7 +15,6 @@ Spec: NEW-17.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard, share_comm_ctx
 
@@ -32,9 +31,3 @@ def main() -> str:
 
 def stage() -> nn.Module:
     return fully_shard(nn.Sequential(fully_shard(nn.Linear(4, 4)), fully_shard(nn.Linear(4, 4))))
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

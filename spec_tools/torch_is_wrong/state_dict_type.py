@@ -14,7 +14,6 @@ With minifsdp::
 Spec: FS2-SD-13.
 """
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullStateDictConfig, StateDictType, fully_shard
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
@@ -25,9 +24,3 @@ def main() -> str:
     with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
         state = model.state_dict()
     return f"left, with a {type(state['weight']).__name__}"
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

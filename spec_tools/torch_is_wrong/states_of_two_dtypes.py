@@ -15,7 +15,6 @@ Spec: OSD-04, OSD-08.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -33,9 +32,3 @@ def main() -> str:
     optimizer.step()
     found = FSDP.optim_state_dict(model, optimizer)["state"]["weight"]
     return ", ".join(f"{name} {value.dtype}" for name, value in found.items())
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

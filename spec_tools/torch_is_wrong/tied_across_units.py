@@ -15,7 +15,6 @@ Spec: ORIG-16.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -31,9 +30,3 @@ def main() -> str:
     sgd.step()
     with FSDP.summon_full_params(model):
         return f"after a step the two are equal: {torch.equal(layers[0].weight, layers[1].weight)}"
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

@@ -21,7 +21,6 @@ Spec: NEW-08. Ranks: 4. Right since torch 2.15.0.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -45,9 +44,3 @@ def main() -> str:
     model(torch.full((1, 4), 1.0), 1).sum().backward()
     found = [None if p.grad is None else float(p.grad.full_tensor().mean()) for p in model.parameters()]
     return f"gradients {found[0]} and {found[1]}"
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

@@ -16,7 +16,6 @@ Spec: FWD-07, NOSYNC-02.
 """
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
 
@@ -33,9 +32,3 @@ def main() -> str:
 
 def backward(model: nn.Module, value: float) -> None:
     model(torch.full((1, 4), value)).sum().backward()
-
-
-if __name__ == "__main__":
-    dist.init_process_group("gloo")
-    print(f"rank {dist.get_rank()}: {main()}")
-    dist.destroy_process_group()

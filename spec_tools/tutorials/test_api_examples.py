@@ -110,11 +110,6 @@ for p, other in zip(model.parameters(), before, strict=True):
 }
 
 
-def test_each_example_of_the_page_is_a_case() -> None:
-    assert [[line in example for line, _, _ in CASES.values()].count(True) for example in EXAMPLES] == [1] * len(CASES)
-    assert all(5 <= len(example.strip().splitlines()) <= 12 for example in EXAMPLES)
-
-
 @pytest.mark.spec("LEARN-09")
 def test_examples_of_the_api_page_run(tmp_path: Path) -> None:
     program = [BEFORE]

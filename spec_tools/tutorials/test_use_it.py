@@ -37,8 +37,3 @@ def test_the_script_trains_and_resumes(api: str, tmp_path: Path) -> None:
     first = losses(SCRIPTS[api].replace("NUM_EPOCHS = 2", "NUM_EPOCHS = 1"), twice)
     # The second run loads the weights and the optimizer state of the first one.
     assert first + losses(SCRIPTS[api], twice) == expected
-
-
-def test_the_page_names_a_command_for_each_kind_of_machine() -> None:
-    for said in ("--standalone --nproc-per-node 8", "--nnodes 2", "--rdzv-endpoint", "srun"):
-        assert said in PAGE
