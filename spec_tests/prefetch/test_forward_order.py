@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from minifsdp.engine.extension_points import ExtensionPoints
 from minifsdp.engine.unit import Phase, UnitPolicy, Uses
@@ -88,16 +86,6 @@ def test_order_of_the_first_iteration_stays_permanently() -> None:
         root.forward(c, b, a)
     root.backward()
     assert root.forward(a, b, c) == [b, c, None]
-
-
-@pytest.mark.pure
-@pytest.mark.spec("PREF-12")
-def test_iteration_without_units_is_not_the_first() -> None:
-    a, b = units(2)
-    root = recorded()
-    root.forward(a, b)
-    root.backward()
-    assert root.forward(a, b) == [b, None]
 
 
 @pytest.mark.pure
@@ -186,14 +174,3 @@ def test_unit_missing_in_the_first_iteration_gives_a_warning_and_no_prefetch(num
     expected = "none" if num_recorded == 1 else "1"
     with pytest.warns(UserWarning, match=f"'{num_recorded}' runs where '{expected}' was expected"):
         assert root.forward(new) == [None]
-
-
-@pytest.mark.pure
-@pytest.mark.spec("PREF-12")
-@given(st.integers(1, 8), st.integers(1, 4))
-def test_a_static_order_is_followed_in_every_iteration_without_a_warning(num: int, num_iterations: int) -> None:
-    order = units(num)
-    root = recorded(*order)
-    for _ in range(num_iterations):
-        assert silently(root, *order) == [*order[1:], None]
-        root.backward()

@@ -6,69 +6,16 @@ memory that the engine frees stays in use until the CPU waits for its event, as 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from unittest import mock
 
 import pytest
 import torch
 
-from minifsdp.engine import lifetime
-from spec_tests.harness import device, ranks
-from spec_tests.models.modules import Block, Stack, seeded
-from spec_tests.models.running import Watch, batch, iterate, loss_of, said
+from spec_tests.harness import ranks
+from spec_tests.models.running import batch, iterate, said
 from spec_tests.models.sharding import wrapped
 from spec_tests.models.values import assert_same, full_values
 from spec_tests.subject import BackwardPrefetch, FullyShardedDataParallel, trace
-
-
-class SlowDevice:
-    """Frees memory only when the CPU waits for it.
-
-    Attributes:
-        in_use: numbers of the releases that the device has not reached yet, oldest first.
-        waited_for: numbers of the releases that the CPU has waited for, in this order.
-    """
-
-    def __init__(self) -> None:
-        self.in_use: list[int] = []
-        self.waited_for: list[int] = []
-        self._num_released = 0
-
-    def release(self, owner: torch.Tensor) -> SlowRelease:
-        lifetime_release(owner)
-        self._num_released += 1
-        self.in_use.append(self._num_released - 1)
-        return SlowRelease(self, self._num_released - 1)
-
-
-class SlowRelease:
-    """The event of one release on a slow device."""
-
-    def __init__(self, device: SlowDevice, number: int) -> None:
-        self.device, self.number = device, number
-
-    def query(self) -> bool:
-        return self.number not in self.device.in_use
-
-    def synchronize(self) -> None:
-        self.device.waited_for.append(self.number)
-        # A device works in order, so all earlier releases are complete too.
-        self.device.in_use = [number for number in self.device.in_use if number > self.number]
-
-
-lifetime_release = lifetime.release
-
-
-@contextmanager
-def slow_device() -> Iterator[SlowDevice]:
-    slow = SlowDevice()
-    with mock.patch.object(lifetime, "release", slow.release):
-        yield slow
-
-
-# --- the option ---
-
 
 # --- with the limit ---
 
@@ -92,23 +39,6 @@ def test_forward_uses_memory_of_at_most_two_units_with_the_limit_and_of_all_unit
     """Counts the unsharded units, and the resharded units whose memory the device has not released yet."""
     assert max(units_in_use(limit_all_gathers=True)) == 2
     assert units_in_use(limit_all_gathers=False) == [1, 2, 3, 4]
-
-
-def units_in_use(*, limit_all_gathers: bool) -> list[int]:
-    """The number of blocks that use memory in the middle of each block's forward."""
-    plain = seeded()
-    watch = Watch(plain)
-    model = wrapped(plain, limit_all_gathers=limit_all_gathers)
-    in_use: list[int] = []
-
-    def look(unit: str) -> None:
-        if unit:
-            in_use.append(len(watch.alive_blocks()) + len(slow.in_use))
-
-    watch.in_forward = look
-    with slow_device() as slow:
-        iterate(model)
-    return in_use
 
 
 @pytest.mark.spec("LIM-02")
@@ -174,46 +104,3 @@ def test_limiter_does_not_change_results() -> None:
                 iterate(model, step, optimizer)
         results.append(full_values(model))
     assert_same(*results, bitwise=True)
-
-
-# --- on a real device ---
-
-BLOCK_BYTES = 1024 * 1025 * 4
-
-
-class SlowBlock(Block):
-    """Keeps the device busy for some milliseconds, so that the CPU runs far ahead."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        torch.get_device_module(device())._sleep(20_000_000)
-        return super().forward(x)
-
-
-def slow_stack() -> Stack:
-    model = Stack(1024)
-    model.blocks = torch.nn.ModuleList(SlowBlock(1024) for _ in range(8))
-    model.order = range(8)
-    return model
-
-
-@pytest.mark.accelerator
-@pytest.mark.spec("LIM-02", "LIM-03", "LIM-06")
-@ranks(2)
-def test_limiter_on_a_slow_accelerator_saves_memory_and_records_waits() -> None:
-    accelerator, peaks, waits = torch.get_device_module(device()), {}, {}
-    for limit_all_gathers in (True, False):
-        model = wrapped(seeded(slow_stack), limit_all_gathers=limit_all_gathers)
-        for _ in range(2):
-            accelerator.synchronize(device())
-            accelerator.reset_peak_memory_stats()
-            before = accelerator.memory_stats()["active_bytes.all.current"]
-            with trace.record() as recorder:
-                loss_of(model(batch(width=1024)))
-            accelerator.synchronize(device())
-        # Active, not allocated: memory that Python has freed but the device still reads must count.
-        peaks[limit_all_gathers] = accelerator.memory_stats()["active_bytes.all.peak"] - before
-        waits[limit_all_gathers] = recorder.count("WAIT")
-    assert peaks[True] < 3 * BLOCK_BYTES, "two blocks, and the activations of a block"
-    assert peaks[False] > peaks[True] + 2 * BLOCK_BYTES
-    assert waits[True] > 0
-    assert waits[False] == 0

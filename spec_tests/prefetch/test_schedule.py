@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from minifsdp.engine.schedule import Schedule
 
@@ -54,16 +52,3 @@ def test_backward_prefetches_in_the_reverse_order_in_which_forwards_of_this_iter
         schedule.leave(by_name[name])
     found = [schedule.next_backward(by_name[name]) for name in reversed(left)]
     assert found == [by_name.get(name) for name in prefetched]
-
-
-@pytest.mark.pure
-@pytest.mark.spec("PREF-08")
-@given(st.integers(1, 8), st.integers(1, 4))
-def test_the_reverse_order_is_followed_in_every_iteration(num: int, num_iterations: int) -> None:
-    order = units(num)
-    schedule = Schedule(None)
-    for _ in range(num_iterations):
-        for unit in order:
-            schedule.leave(unit)
-        assert [schedule.next_backward(unit) for unit in reversed(order)] == [*reversed(order[:-1]), None]
-        schedule.end_iteration()
