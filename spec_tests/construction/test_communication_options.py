@@ -91,27 +91,6 @@ def test_the_default_of_an_option_has_no_effect_and_a_wrong_value_has_the_error_
     assert_same(full_gradients(model), mean_gradients(seeded()))
 
 
-DIMS: list[tuple[dict[str, Any], Any]] = [
-    ({"shard": "dp"}, (("dp",), ())),
-    ({"shard": ("dp", "cp")}, (("dp", "cp"), ())),
-    ({"replicate": "pods"}, ((), ("pods",))),
-    ({"shard": ["dp"], "replicate": ("pods", "racks")}, (("dp",), ("pods", "racks"))),
-    ({"shard": ()}, ((), ())),
-    ({"shard": ""}, (("",), ())),
-]
-
-
-@pytest.mark.spec("NEW-18")
-@pytest.mark.pure
-@pytest.mark.parametrize(("given", "names"), DIMS)
-def test_dimensions_for_data_parallelism_are_those_of_torch(given: dict[str, Any], names: Any) -> None:
-    # Torch 2.11 does not have this class.
-    for cls in (DataParallelMeshDims, getattr(torch_fsdp, "DataParallelMeshDims", DataParallelMeshDims)):
-        dims = cls(**given)
-        assert (dims.shard_names, dims.replicate_names) == names
-        dims.shard = dims.shard  # not frozen
-
-
 @pytest.mark.spec("NEW-18")
 @pytest.mark.pure
 @pytest.mark.parametrize("given", [{}, {"shard": None, "replicate": None}], ids=str)

@@ -215,12 +215,6 @@ def the_container(module: nn.Module) -> None:
         module.apply(fill)
 
 
-def memory_of_all_then_each(module: nn.Module) -> None:
-    """Allocates a module with everything in it. Each module then fills its own tensors."""
-    module.to_empty(device=device())
-    fill(module)
-
-
 def memory_by_the_outermost(module: nn.Module) -> None:
     if any(tensor.is_meta for tensor in module.parameters()):
         module.to_empty(device=device())
@@ -228,7 +222,7 @@ def memory_by_the_outermost(module: nn.Module) -> None:
 
 
 @pytest.mark.spec("META-03", "META-04", "META-06")
-@pytest.mark.parametrize("init", [each_module, the_container, memory_of_all_then_each, memory_by_the_outermost])
+@pytest.mark.parametrize("init", [each_module, the_container, memory_by_the_outermost])
 @pytest.mark.parametrize("units", ["one unit", "a unit for each block"])
 @pytest.mark.cpu
 @ranks(2)

@@ -141,16 +141,6 @@ def test_a_factor_replaces_the_division_by_the_number_of_ranks(sums_only: bool, 
 
 
 @pytest.mark.spec("NEW-10")
-@ranks(2)
-def test_sum_only_communication_changes_no_bit() -> None:
-    model = sharded()
-    for module in (model, *model.blocks):
-        module.set_force_sum_reduction_for_comms(True)
-    iterate(model)
-    assert_same(full_gradients(model), mean_gradients(seeded()))
-
-
-@pytest.mark.spec("NEW-10")
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2,)], ids=str)
 @ranks(2)
 def test_a_factor_replaces_the_number_of_ranks_on_a_mesh_of_any_shape(sizes: tuple[int, ...]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +27,7 @@ from spec_tests.models.sharding import (
     wrapped,
 )
 from spec_tests.models.values import assert_same, full_values, mean_gradients, named, own_names
-from spec_tests.models.whole import by_name, group_of, memory_of, set_mean_gradients, whole
+from spec_tests.models.whole import by_name, memory_of, set_mean_gradients, whole
 from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, StateDictType
 
 SHARDING = (FULL_SHARD, SHARD_GRAD_OP)
@@ -37,25 +36,6 @@ sharding = pytest.mark.parametrize("strategy", SHARDING)
 
 
 # --- flat parameters ---
-
-
-@pytest.mark.spec("ORIG-01")
-@flat_strategies
-@ranks(2)
-def test_a_hook_on_a_flat_parameter_gets_the_unsharded_gradient_and_may_change_it(strategy: ShardingStrategy) -> None:
-    model = wrapped(sharding_strategy=strategy)
-    seen: list[torch.Size] = []
-
-    def double(gradient: Tensor) -> Tensor:
-        seen.append(gradient.shape)
-        return 2 * gradient
-
-    for parameter in model.parameters():
-        parameter.register_hook(double)
-    iterate(model)
-    assert sorted(seen) == sorted([torch.Size([56]), *4 * [torch.Size([42])]])
-    expected = {name: 2 * gradient for name, gradient in mean_gradients(seeded()).items()}
-    assert_same(whole(model, group=group_of(strategy))[1], expected)
 
 
 @pytest.mark.spec("ORIG-01", "ORIG-05")
@@ -243,20 +223,6 @@ def test_sharded_parameters_are_contiguous_in_the_memory_of_the_unit_shard(strat
     assert len(set(memory.values())) == len(UNITS), "each unit has a separate one"
 
 
-@pytest.mark.spec("ORIG-04")
-@flat_strategies
-@ranks(2)
-def test_forward_uses_values_written_to_sharded_param(strategy: ShardingStrategy) -> None:
-    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
-    expected = seeded()
-    model(batch())
-    with torch.no_grad():
-        for each in (model, expected):
-            for name, parameter in by_name(each).items():
-                parameter.add_(1.0 if "bias" in name else 0.5)
-        assert torch.equal(model(batch()), expected(batch()))
-
-
 # --- original parameters: optimizing ---
 
 
@@ -339,28 +305,14 @@ def test_after_the_forward_of_shard_grad_op_the_unsharded_parameters_are_visible
 
 # --- flat parameters: no stale tensors ---
 
+# ``test_placeholder.py`` tries all operations.
 READS: dict[str, Callable[[Tensor], Any]] = {
     "arithmetic": lambda weight: weight + 1,
-    "reduction": lambda weight: weight.sum(),
-    "function": lambda weight: torch.nn.functional.linear(torch.ones(1, 6), weight),
-    "indexing": lambda weight: weight[0],
     "view": lambda weight: weight.reshape(-1),
-    "copy": lambda weight: weight.clone(),
-    "to list": lambda weight: weight.tolist(),
-    "to numpy": lambda weight: weight.detach().numpy(),
-    "to a dtype": lambda weight: weight.double(),
-    "compare": lambda weight: torch.equal(weight, torch.zeros(6, 6)),
-    "read into": lambda weight: torch.zeros(6, 6).copy_(weight),
     "write": lambda weight: weight.fill_(1.0),
-    "write under no_grad": lambda weight: torch.no_grad()(weight.mul_)(2.0),
     "data": lambda weight: weight.data.sum(),
-    "storage": lambda weight: weight.untyped_storage()[0],
     "pickle": lambda weight: torch.save(weight, "/dev/null"),
-    "another library": lambda weight: weight.__dlpack__(),
-    "another process": lambda weight: weight.share_memory_(),
 }
-# PyTorch raises its own error for these.
-REFUSED_BEFORE_US = ("to list", "storage")
 
 
 @pytest.mark.spec("ORIG-11", "FWD-05", "PROG-06")
@@ -374,11 +326,9 @@ def test_between_forward_and_backward_original_parameters_cannot_be_touched(stra
         loss = moment()
         for name, layer in layers.items():
             for read, attempt in READS.items():
-                with pytest.raises(RuntimeError) as raised:
+                message = rf"rank {dist.get_rank()}: parameter '.*{name}'.*is sharded.*summon_full_params"
+                with pytest.raises(RuntimeError, match=message):
                     pytest.fail(f"read by {read}: {attempt(layer.weight)}")
-                if read not in REFUSED_BEFORE_US:
-                    message = rf"rank {dist.get_rank()}: parameter '.*{name}'.*is sharded.*summon_full_params"
-                    assert re.search(message, str(raised.value)), read
             # The shape and the description can be read.
             weight = layer.weight
             assert (weight.shape, weight.dtype, weight.device.type) == ((6, 6), torch.float32, device().type)

@@ -60,7 +60,7 @@ def slow_device() -> Iterator[tuple[list[int], list[int]]]:
 def test_by_default_the_third_all_gather_waits_for_the_oldest_release() -> None:
     model = wrapped()
     assert {unit.limit_all_gathers for unit in FullyShardedDataParallel.fsdp_modules(model)} == {True}
-    with slow_device() as (in_use, waited_for), trace.record() as recorder, torch.no_grad():
+    with slow_device() as (_, waited_for), trace.record() as recorder, torch.no_grad():
         model(batch())
     assert said(recorder.events, waits=True) == (
         "AGR AG0 F0 FREE0 AG1 F1 FREE1 WAIT2 AG2 F2 FREE2 WAIT3 AG3 F3 FREE3"
@@ -93,7 +93,7 @@ def test_all_gather_leaves_at_most_one_open_release(prefetch: BackwardPrefetch |
     """One pending release and one unsharded unit count as two units in use, in forward and in backward."""
     model = wrapped(backward_prefetch=prefetch, forward_prefetch=forward_prefetch)
     open_releases: list[int] = []
-    with slow_device() as (in_use, waited_for), trace.record() as recorder:
+    with slow_device() as (in_use, _), trace.record() as recorder:
         begin = recorder.begin
 
         def looking(kind: str, unit: str, **rest: object) -> trace.Event:
@@ -128,7 +128,7 @@ def test_a_forward_after_an_error_waits_for_no_release_of_the_failed_one() -> No
 @ranks(2)
 def test_without_the_limit_the_cpu_never_waits() -> None:
     model = wrapped(limit_all_gathers=False)
-    with slow_device() as (in_use, waited_for), trace.record() as recorder:
+    with slow_device() as (_, waited_for), trace.record() as recorder:
         for step in range(2):
             iterate(model, step)
     assert recorder.count("WAIT") == 0

@@ -9,15 +9,13 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from minifsdp.engine.events import events
-from spec_tests.harness import device, ranks
+from spec_tests.harness import ranks
 from spec_tests.models.modules import Stack, seeded
 from spec_tests.models.running import Watch, Wire, backward_words, batch, iterate, loss_of, said
 from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, wrapped
@@ -106,30 +104,6 @@ def test_all_settings_give_the_same_gradients_bit_by_bit() -> None:
         assert_same(later[-1], later[0], bitwise=True)
 
 
-class Branches(Stack):
-    """Block 0 feeds two branches, 1 and 2, whose outputs meet in 3."""
-
-    def forward(self, x: Tensor, order: Any = None) -> Tensor:
-        x = self.blocks[0](self.enter(x))
-        return self.leave(self.blocks[3](self.blocks[1](x) + self.blocks[2](x)))
-
-
-@pytest.mark.spec("PREF-08")
-@pytest.mark.parametrize("setting", SETTINGS)
-@ranks(2)
-def test_branches_are_all_gathered_in_reverse_forward_order(setting: BackwardPrefetch | None) -> None:
-    model = wrapped(seeded(Branches), backward_prefetch=setting)
-    for step in range(2):
-        words = backward_words(model, step)
-        assert [word for word in words if word.startswith("AG")] == ["AG3", "AG2", "AG1", "AG0"]
-        if setting is PRE:
-            assert words.index("B3") < words.index("AG2") < words.index("FREE3")
-            assert words.index("B2") < words.index("AG1") < words.index("FREE2")
-    plain = seeded(Branches)
-    expected = mean_gradients(plain, [0, 1])
-    assert_same(flat_gradients(model), chunked(plain, expected, 2, dist.get_rank()), bitwise=False)
-
-
 # --- communication streams ---
 
 
@@ -144,20 +118,6 @@ def test_collectives_run_in_traced_issue_order(strategy: ShardingStrategy, setti
         with trace.record() as recorder, Wire() as wire:
             iterate(model, step)
         assert wire.values == [(event.kind, event.num_bytes // 4) for event in recorder.events if event.ranks]
-
-
-@pytest.mark.accelerator
-@pytest.mark.spec("PREF-10", "PREF-14")
-@ranks(2)
-def test_all_gathers_of_all_units_share_one_stream() -> None:
-    plain = seeded()
-    model = wrapped(plain)
-    iterate(model)
-    comm_streams = {unit._unit.root.comm_streams for unit in FullyShardedDataParallel.fsdp_modules(model)}
-    assert len(comm_streams) == 1
-    (comm_streams_of_tree,) = comm_streams
-    streams = [comm_streams_of_tree.all_gather.stream, comm_streams_of_tree.reduce.stream]
-    assert len({*streams, torch.get_device_module(device()).current_stream()}) == 3
 
 
 @pytest.mark.spec("PREF-14")

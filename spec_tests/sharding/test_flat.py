@@ -118,20 +118,14 @@ def test_the_gradient_before_is_freed_when_the_gradients_of_all_weights_are_comp
 
 @both_kinds
 @ranks(2)
-def test_parameters_of_several_dtypes_in_one_unit_raise_with_the_dtypes(original: bool) -> None:
+def test_units_of_several_dtypes_or_of_integers_raise_with_the_dtypes(original: bool) -> None:
     block = a_block()
     block.down.to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"MLP has parameters of several dtypes \(torch.bfloat16, torch.float32\)"):
         FSDP(block, use_orig_params=original, device_id=device())
-
-
-@pytest.mark.parametrize("original", [False, True])
-@ranks(2)
-def test_integer_only_unit_raises_with_names_and_remedy(original: bool) -> None:
-    module = nn.Module()
-    module.counts = nn.Parameter(torch.arange(4), requires_grad=False)
+    counts = nn.ParameterDict({"counts": nn.Parameter(torch.arange(4), requires_grad=False)})
     with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: .*torch.int64: counts.*ignored_states"):
-        FSDP(module, use_orig_params=original, device_id=device())
+        FSDP(counts, use_orig_params=original, device_id=device())
 
 
 @ranks(2)

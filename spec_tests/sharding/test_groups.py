@@ -161,15 +161,6 @@ def headed_loss(model: Any, x: Tensor) -> Tensor:
     return loss_of(model.head(model(x.to(model.body.weight.dtype)).to(model.head.weight.dtype)))
 
 
-@pytest.mark.spec("NEW-04")
-@ranks(2)
-def test_forward_runs_some_modules_before_the_others() -> None:
-    def loss(model: Any, x: Tensor) -> Tensor:
-        return sum(loss_of(model.head(sample)) for sample in model(x).split(1))
-
-    assert_mean_gradients(with_head_together(), seeded(Head), loss=loss, bitwise=False)
-
-
 @pytest.mark.spec("FS2-28", "FS2-META-02", "NEW-04")
 @ranks(2)
 def test_a_group_from_the_meta_device_is_given_memory_module_by_module() -> None:

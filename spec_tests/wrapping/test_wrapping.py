@@ -112,17 +112,6 @@ def test_ignored_classes_are_wrapped_before_their_parent() -> None:
     assert chosen_paths(nn.Sequential(block), policy, (), (), (_BatchNorm,)) == ["0.1"]
 
 
-@pytest.mark.spec("MP-20", "MP-21")
-def test_only_low_precision_wraps_the_given_classes_separately() -> None:
-    policy = ModuleWrapPolicy({WideBlock})
-    with pytest.warns(UserWarning, match="contains LayerNorm"):
-        found = cut(blocks(), policy, mixed_precision=MixedPrecision(_module_classes_to_ignore=(nn.LayerNorm,)))
-    assert set(found) == {"parts.0", "parts.1.parts.1"}
-    for precision in (MixedPrecision(_module_classes_to_ignore=()), None):
-        # Warnings are errors.
-        assert cut(blocks(), policy, mixed_precision=precision) == {"parts.0": {"mixed_precision": precision}}
-
-
 @pytest.mark.spec("MP-19", "IGN-10")
 def test_ignored_batch_norm_is_not_changed() -> None:
     root = blocks()
