@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from spec_tests.harness import device, ranks
 from spec_tests.models.apis import Api, every_setting
 from spec_tests.models.modules import UNITS, WIDTH, seeded
-from spec_tests.models.running import Watch, Wire, batch, iterate, loss_of
+from spec_tests.models.running import Watch, Wire, batch, iterate, loss_of, of_unit
 from spec_tests.models.sharding import (
     FLAT_STRATEGIES,
     FULL_SHARD,
@@ -173,6 +173,17 @@ def test_nothing_is_sent_except_the_recorded_collectives(strategy: ShardingStrat
         assert Counter(wire.kinds()) == counts[strategy]
         assert wire.kinds() == [event.kind for event in recorder.events if event.ranks]
         assert step == 0 or wire.sent == wire.values
+
+
+@pytest.mark.spec("SHARD-04")
+@ranks(2)
+def test_full_shard_all_gathers_twice_and_reduces_once() -> None:
+    model = wrapped()
+    for step in range(2):
+        with trace.record() as recorder:
+            iterate(model, step)
+        for unit in UNITS[1:]:
+            assert of_unit(recorder, unit) == ["AG", "F", "FREE", "AG", "B", "FREE", "RS"]
 
 
 @pytest.mark.spec("SHARD-10")

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import inspect
 import itertools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -267,6 +268,29 @@ def test_changes_of_unsharded_units_always_persist(writeback: bool, use_orig_par
                 assert_same(full_values(model), named(expected), bitwise=True)
                 copy_of_expected = copy.deepcopy(expected).to(dtype)
                 assert torch.equal(model(batch()), copy_of_expected(batch().to(dtype)))
+
+
+def pickled(layer: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(layer))
+
+
+@pytest.mark.spec("SUMMON-02")
+@pytest.mark.parametrize(("strategy", "use_orig_params"), PAIRS)
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@ranks(2)
+def test_a_copy_of_a_layer_is_a_plain_layer_afterwards(
+    copied: Callable[[nn.Module], nn.Module], strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """Defect: the copy still belongs to the unit of the original, so its state dict is refused."""
+    plain, model = seeded(), wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
+    iterate(model)
+    with summon(model):
+        layers = [copied(model.module.enter), copied(model.module.blocks[1].module.linear)]
+    for layer, expected in zip(layers, (plain.enter, plain.blocks[1].linear), strict=True):
+        assert torch.equal(layer(batch()), expected(batch()))
+        assert_same(layer.state_dict(), named(expected), bitwise=True)
+        layer.load_state_dict({name: value + 1 for name, value in layer.state_dict().items()})
+    assert torch.equal(model(batch()), plain(batch()))
 
 
 # --- on rank 0 only, on the CPU ---
