@@ -155,17 +155,6 @@ def test_each_fully_shard_call_manages_parameters_without_inner_call() -> None:
     assert [size for kind, size in wire.values if kind == "RS"] == [third, first, root]
 
 
-@pytest.mark.spec("FS2-09")
-@ranks(2)
-def test_root_without_own_parameters_is_not_all_gathered() -> None:
-    model = nn.Sequential(linear(WIDTH, WIDTH), linear(WIDTH, WIDTH))
-    for module in (*model, model):
-        fully_shard(module)
-    with trace.record() as recorder:
-        iterate(model)
-    assert sorted(recorder.order("AG", "RS")) == ["AG 0", "AG 0", "AG 1", "AG 1", "RS 0", "RS 1"]
-
-
 @pytest.mark.spec("FS2-15")
 @ranks(2)
 def test_parameters_and_buffers_move_to_the_device_of_the_mesh() -> None:

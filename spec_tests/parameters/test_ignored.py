@@ -21,7 +21,6 @@ from spec_tests.subject import (
     MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
-    always_wrap_policy,
     size_based_auto_wrap_policy,
     trace,
 )
@@ -183,30 +182,6 @@ def test_a_block_that_is_too_small_without_its_ignored_part_stays_in_the_outer_u
     model = FSDP(plain, auto_wrap_policy=at_least_40, ignored_states=[bias])
     assert [type(unit.module) for unit in FSDP.fsdp_modules(model)] == [nn.Sequential, nn.Linear]
     assert model[1].linear.bias is bias
-
-
-@pytest.mark.spec("IGN-10")
-# `always_wrap_policy` also wraps the list of blocks, and wrapping a list warns, as in torch (WRAP-19).
-@pytest.mark.filterwarnings("ignore:.*containers that do not implement forward:UserWarning")
-@spellings
-@flat_or_original
-@ranks(2)
-def test_with_a_policy_ignored_parameters_are_in_no_unit(spelling: str, keep: bool) -> None:
-    plain = seeded()
-    ignored = {plain.blocks[0].linear: (WIDTH, WIDTH), plain.leave: (2, WIDTH)}
-    weights = [layer.weight for layer in ignored]
-    biases = [layer.bias for layer in ignored]
-    model = FSDP(plain, auto_wrap_policy=always_wrap_policy, use_orig_params=keep, **spelled(spelling, ignored))
-    assert [weight.shape for weight in weights] == list(ignored.values())
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    assert all(names[id(tensor)].split(".")[-1] in ("weight", "bias") for tensor in (*weights, *biases))
-    with trace.record() as recorder:
-        iterate(model)
-    numel = sum(parameter.numel() for parameter in seeded().parameters()) - 42 - 14
-    assert sum(event.num_bytes for event in recorder.events if event.kind == "RS") == 4 * numel
-    mine = local_gradients(seeded(), [0], dist.get_rank())
-    assert torch.equal(weights[0].grad, mine["blocks.0.linear.weight"])
-    assert torch.equal(biases[1].grad, mine["leave.bias"])
 
 
 @pytest.mark.spec("IGN-01", "IGN-04", "IGN-10", "ORIG-16")

@@ -43,23 +43,6 @@ def all_gather(layout: FlatLayout) -> None:
 # --- a unit that is not shared between ranks ---
 
 
-@pytest.mark.spec("CTOR-14")
-@ranks(1)
-def test_one_rank_unit_computes_in_stored_memory() -> None:
-    block = a_block()
-    layout = lay_out(block)
-    with pytest.raises(RuntimeError, match="wrap"):
-        # No callback is registered yet, so the layout would ignore the gradient.
-        block(draw(0))
-    layout.on_gradient(lambda: None)
-    assert layout.all_gather(CommStreams(device())) is None
-    layout.use_unsharded_params()
-    assert block.up.weight.untyped_storage().data_ptr() == layout.registered.shard.untyped_storage().data_ptr()
-    assert layout.free() is None
-    layout.use_sharded_params()
-    assert torch.equal(block(draw(0)), a_block()(draw(0))), "the full values may stay visible"
-
-
 @pytest.mark.spec("PROG-06")
 @ranks(1)
 def test_a_loss_of_a_weight_between_forwards_trains_in_every_step() -> None:
