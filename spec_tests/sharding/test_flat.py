@@ -106,9 +106,10 @@ def test_units_of_several_dtypes_or_of_integers_raise_with_the_dtypes(original: 
     block.down.to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"MLP has parameters of several dtypes \(torch.bfloat16, torch.float32\)"):
         FSDP(block, use_orig_params=original, device_id=device())
-    counts = nn.ParameterDict({"counts": nn.Parameter(torch.arange(4), requires_grad=False)})
+    module = nn.Module()
+    module.counts = nn.Parameter(torch.arange(4), requires_grad=False)
     with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: .*torch.int64: counts.*ignored_states"):
-        FSDP(counts, use_orig_params=original, device_id=device())
+        FSDP(module, use_orig_params=original, device_id=device())
 
 
 @ranks(2)
