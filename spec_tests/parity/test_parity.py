@@ -38,7 +38,7 @@ from spec_tests.oracles import (
 from spec_tests.subject import MixedPrecisionPolicy, fully_shard
 
 # With `fully_shard`, models whose ranks take different branches need a switch, which
-# ``construction/test_undocumented.py`` tests. torch's function refuses a unit that overwrites its
+# ``construction/test_reduction_settings.py`` tests. torch's function refuses a unit that overwrites its
 # input, so a test of this file compares it with a single process.
 NOT_BY_FUNCTION = ("one_sided", "writes_input")
 # Autograd determines the order in which it adds the gradients of several uses. torch and minifsdp use this order. The

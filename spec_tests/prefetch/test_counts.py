@@ -148,27 +148,3 @@ def test_no_model_takes_more_collectives_than_in_torch(name: str) -> None:
     ours, theirs = usual_step(fully_shard, name), usual_step(torch_fsdp.fully_shard, name)
     assert ours[0] <= theirs[0], "gathers"
     assert ours[1] == theirs[1], "reductions"
-
-
-@pytest.mark.spec("FS2-17")
-@pytest.mark.parametrize("name", ["blocks", "mlp", "nested"])
-@ranks(2)
-def test_kept_unit_is_all_gathered_once(name: str) -> None:
-    gathers, reductions = usual_step(fully_shard, name, reshard_after_forward=False)
-    assert gathers == reductions
-
-
-@pytest.mark.spec("PAR-07")
-@pytest.mark.parametrize("name", ["checkpoint_inside", "checkpoint_outside", "checkpoint_outside_reentrant"])
-@ranks(2)
-def test_recomputation_uses_unsharded_parameters(name: str) -> None:
-    info = MODELS[name]
-    model = shard_fsdp2(fully_shard, info)
-    seen: list[int] = []
-    for module in model.modules():
-        if isinstance(module, torch.nn.Linear):
-            module.register_forward_pre_hook(lambda module, _: seen.append(module.weight.untyped_storage().nbytes()))
-    forward_backward(model, info, Recipe(), dist.get_rank(), 0)
-    num_linears = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
-    assert len(seen) == 2 * num_linears, "each runs once in forward and once more in backward"
-    assert all(size >= 8 * 16 * 4 for size in seen)

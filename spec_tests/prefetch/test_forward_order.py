@@ -1,199 +1,107 @@
-"""Which unit forward prefetches, tested with units that only have a name, a phase and a policy."""
+"""Which unit forward prefetches: the one that followed it in the first iteration. A warning is an error here."""
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from torch import nn
 
-from minifsdp.engine.extension_points import ExtensionPoints
-from minifsdp.engine.unit import Phase, UnitPolicy, Uses
-from minifsdp.fsdp1.forward_order import ForwardOrder
+from spec_tests.harness import ranks
+from spec_tests.models.running import batch, loss_of, said
+from spec_tests.models.sharding import wrapped
+from spec_tests.subject import FullyShardedDataParallel, trace
 
-
-class Named:
-    """A unit with only the attributes that the order uses."""
-
-    def __init__(self, name: str) -> None:
-        self.name, self.phase, self.uses = name, Phase.IDLE, Uses()
-        self.policy = UnitPolicy(reshard_after_forward=True)
-
-    def update_policy(self, **changes: Any) -> None:
-        self.policy = replace(self.policy, **changes)
-
-    def __repr__(self) -> str:
-        return self.name
+AHEAD = "AG0 AG1 F0 AG2 F1 AG3 F2 F3"
+"""Each block is all-gathered before the block in front of it computes."""
 
 
-def units(num: int) -> list[Any]:
-    return [Named(str(index)) for index in range(num)]
+def step(model: nn.Module, order: Sequence[int] = (0, 1, 2, 3)) -> str:
+    """The all-gathers and forwards of the blocks in one iteration, which runs the blocks in this order."""
+    with trace.record() as recorder:
+        loss = loss_of(model(batch(), order=order))
+    loss.backward()
+    words = said(recorder.events).split()
+    return " ".join(word for word in words if not word.startswith("FREE") and word != "AGR")
 
 
-class Root:
-    """A root state with an order, and its iterations."""
-
-    def __init__(self) -> None:
-        self.points, self.units = ExtensionPoints(), list[Any]()
-        root_state: Any = SimpleNamespace(units=self.units, iteration=SimpleNamespace(points=self.points))
-        self.order = ForwardOrder(root_state)
-
-    def forward(self, *order: Any) -> list[Any]:
-        """Runs the units one after the other. Returns the unit that each of them prefetches, or None."""
-        for extend in self.points.forward_begins:
-            extend()
-        found = []
-        for unit in order:
-            self.order.enter(unit)
-            found.append(next(iter(unit.policy.prefetch_in_forward or ()), None))
-            unit.uses.awaits_backward = torch.is_grad_enabled()
-            self.units.append(unit)
-        return found
-
-    def backward(self) -> None:
-        for unit in self.units:
-            unit.uses.awaits_backward = False
-        assert [extend() for extend in self.points.backward_ends] == [False]
-
-    def fail(self) -> None:
-        """An exception ends the iteration."""
-        for unit in self.units:
-            unit.uses.awaits_backward = False
-
-
-def recorded(*order: Any) -> Root:
-    root = Root()
-    assert root.forward(*order) == [None] * len(order), "the first iteration only records"
-    root.backward()
-    return root
-
-
-def silently(root: Root, *order: Any) -> list[Any]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        return root.forward(*order)
-
-
-@pytest.mark.pure
 @pytest.mark.spec("PREF-12")
+@ranks(2)
 def test_order_of_the_first_iteration_stays_permanently() -> None:
-    a, b, c = units(3)
-    root = recorded(a, b, c)
+    model = wrapped(forward_prefetch=True)
+    step(model)
     with pytest.warns(UserWarning, match="runs where"):
-        root.forward(c, b, a)
-    root.backward()
-    assert root.forward(a, b, c) == [b, c, None]
+        step(model, (3, 2, 1, 0))
+    assert step(model) == AHEAD
 
 
-@pytest.mark.pure
 @pytest.mark.spec("PREF-12")
-def test_iteration_without_units_is_not_the_first() -> None:
-    a, b = units(2)
-    root = recorded()
-    root.forward(a, b)
-    root.backward()
-    assert root.forward(a, b) == [b, None]
-
-
-@pytest.mark.pure
-@pytest.mark.spec("PREF-12")
+@ranks(2)
 def test_an_evaluation_records_and_prefetches_nothing() -> None:
-    a, b = units(2)
-    root = Root()
-    with torch.no_grad():
-        root.forward(b, a)
-    root.forward(a, b)
-    root.backward()
-    with torch.no_grad():
-        assert silently(root, b, a) == [None, None]
-    assert silently(root, a, b) == [b, None]
+    model = wrapped(forward_prefetch=True)
+    for is_recorded in (False, True):
+        with torch.no_grad(), trace.record() as recorder:
+            model(batch(), order=(3, 2, 1, 0))
+        words = said(recorder.events).split()
+        assert [words.index(f"F{index}") - words.index(f"AG{index}") for index in range(4)] == [1] * 4
+        assert (step(model) == AHEAD) is is_recorded
 
 
-@pytest.mark.pure
-@pytest.mark.spec("PREF-12")
-@pytest.mark.parametrize("phase", [Phase.PRE_BACKWARD, Phase.SUMMONED])
-def test_a_forward_that_runs_again_in_backward_and_one_with_full_parameters_record_nothing(phase: Phase) -> None:
-    a, b = units(2)
-    root = Root()
-    b.phase = phase
-    root.forward(b)
-    root.fail()
-    b.phase = Phase.IDLE
-    root.forward(a, b)
-    root.backward()
-    assert root.forward(a, b) == [b, None]
-
-
-@pytest.mark.pure
 @pytest.mark.spec("PREF-12", "PREF-13")
-def test_an_iteration_that_an_exception_ends_leaves_no_order_and_no_position() -> None:
-    a, b, c = units(3)
-    root = Root()
-    root.forward(c, a)
-    root.fail()
-    root.forward(a, b, c)
-    root.backward()
-    assert silently(root, a, b) == [b, c]
-    root.fail()
-    assert silently(root, a, b, c) == [b, c, None]
+@pytest.mark.parametrize("moment", ["in the first iteration", "later"])
+@ranks(2)
+def test_an_iteration_that_an_exception_ends_leaves_no_order_and_no_position(moment: str) -> None:
+    model = wrapped(forward_prefetch=True)
+    if moment == "later":
+        step(model)
+    with pytest.raises(IndexError, match="out of range"):
+        model(batch(), order=(0, 1, 9) if moment == "later" else (3, 1, 9))
+    step(model)
+    assert step(model) == AHEAD
 
 
-@pytest.mark.pure
 @pytest.mark.spec("PREF-12")
-def test_two_forwards_before_a_backward_are_one_iteration() -> None:
-    a, b, c = units(3)
-    root = Root()
-    root.forward(a, b)
-    root.forward(c)
-    root.backward()
-    assert root.forward(a, b) == [b, c]
+@ranks(2)
+def test_a_forward_with_summoned_parameters_records_nothing() -> None:
+    model = wrapped(forward_prefetch=True)
+    with FullyShardedDataParallel.summon_full_params(model):
+        model(batch(), order=(3, 2, 1, 0))
+    step(model)
+    assert step(model) == AHEAD
 
 
-@pytest.mark.pure
 @pytest.mark.spec("PREF-12", "PREF-13")
-@pytest.mark.parametrize(("calls", "expected"), [("aabb", "bb--"), ("abac", "bcb-")])
-def test_unit_called_twice_keeps_the_successor_of_its_first_call_without_warning(calls: str, expected: str) -> None:
-    by_name = dict(zip("abc", units(3), strict=True))
-    order = [by_name[name] for name in calls]
-    assert silently(recorded(*order), *order) == [by_name.get(name) for name in expected]
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    # A block is resharded after each call, so its second call all-gathers it again.
+    [((0, 0, 1, 1), "AG0 AG1 F0 AG0 F0 F1 AG1 F1"), ((0, 1, 0, 2), "AG0 AG1 F0 AG2 F1 AG0 AG1 F0 F2")],
+    ids=str,
+)
+@ranks(2)
+def test_unit_called_twice_keeps_the_successor_of_its_first_call(order: Sequence[int], expected: str) -> None:
+    model = wrapped(forward_prefetch=True)
+    step(model, order)
+    assert step(model, order) == expected
 
 
-@pytest.mark.pure
 @pytest.mark.spec("PREF-13")
-def test_units_in_another_order_give_one_warning_with_both_names() -> None:
-    a, b, c = units(3)
-    root = recorded(a, b, c)
-    with pytest.warns(UserWarning, match="'1' runs where '0' was expected") as caught:
-        assert root.forward(b, a, c) == [c, b, None]
-    root.backward()
-    assert silently(root, c) == [None]
+@pytest.mark.parametrize(
+    ("first", "later", "message"),
+    [
+        ((0, 1, 2), (1, 0, 2), "'blocks.1' runs where 'blocks.0' was expected"),
+        ((0,), (0, 1), "'blocks.1' runs where 'none' was expected"),
+        ((0, 1), (0, 2), "'blocks.2' runs where 'blocks.1' was expected"),
+    ],
+)
+@ranks(2)
+def test_another_order_or_a_new_unit_gives_one_warning_with_both_names(
+    first: Sequence[int], later: Sequence[int], message: str
+) -> None:
+    model = wrapped(forward_prefetch=True)
+    step(model, first)
+    with pytest.warns(UserWarning, match=message) as caught:
+        step(model, later)
+    step(model, later)
     assert len(caught) == 1
     assert "forward_prefetch off" in str(caught[0].message)
-
-
-@pytest.mark.pure
-@pytest.mark.spec("PREF-13")
-@pytest.mark.parametrize("num_recorded", [1, 2])
-def test_unit_missing_in_the_first_iteration_gives_a_warning_and_no_prefetch(num_recorded: int) -> None:
-    *before, new = units(num_recorded + 1)
-    root = recorded(*before)
-    assert root.forward(before[0]) == [None if num_recorded == 1 else before[1]]
-    expected = "none" if num_recorded == 1 else "1"
-    with pytest.warns(UserWarning, match=f"'{num_recorded}' runs where '{expected}' was expected"):
-        assert root.forward(new) == [None]
-
-
-@pytest.mark.pure
-@pytest.mark.spec("PREF-12")
-@given(st.integers(1, 8), st.integers(1, 4))
-def test_a_static_order_is_followed_in_every_iteration_without_a_warning(num: int, num_iterations: int) -> None:
-    order = units(num)
-    root = recorded(*order)
-    for _ in range(num_iterations):
-        assert silently(root, *order) == [*order[1:], None]
-        root.backward()

@@ -6,68 +6,50 @@ memory that the engine frees stays in use until the CPU waits for its event, as 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from minifsdp.engine import lifetime
-from spec_tests.harness import device, ranks
-from spec_tests.models.modules import Block, Stack, seeded
-from spec_tests.models.running import Watch, batch, iterate, loss_of, said
+from spec_tests.harness import ranks
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import Watch, batch, iterate, said
 from spec_tests.models.sharding import wrapped
 from spec_tests.models.values import assert_same, full_values
 from spec_tests.subject import BackwardPrefetch, FullyShardedDataParallel, trace
 
 
-class SlowDevice:
-    """Frees memory only when the CPU waits for it.
-
-    Attributes:
-        in_use: numbers of the releases that the device has not reached yet, oldest first.
-        waited_for: numbers of the releases that the CPU has waited for, in this order.
-    """
-
-    def __init__(self) -> None:
-        self.in_use: list[int] = []
-        self.waited_for: list[int] = []
-        self._num_released = 0
-
-    def release(self, owner: torch.Tensor) -> SlowRelease:
-        lifetime_release(owner)
-        self._num_released += 1
-        self.in_use.append(self._num_released - 1)
-        return SlowRelease(self, self._num_released - 1)
-
-
-class SlowRelease:
-    """The event of one release on a slow device."""
-
-    def __init__(self, device: SlowDevice, number: int) -> None:
-        self.device, self.number = device, number
-
-    def query(self) -> bool:
-        return self.number not in self.device.in_use
-
-    def synchronize(self) -> None:
-        self.device.waited_for.append(self.number)
-        # A device works in order, so all earlier releases are complete too.
-        self.device.in_use = [number for number in self.device.in_use if number > self.number]
-
-
-lifetime_release = lifetime.release
-
-
 @contextmanager
-def slow_device() -> Iterator[SlowDevice]:
-    slow = SlowDevice()
-    with mock.patch.object(lifetime, "release", slow.release):
-        yield slow
+def slow_device() -> Iterator[tuple[list[int], list[int]]]:
+    """A device that frees memory only when the CPU waits for it.
 
+    Yields:
+        The numbers of the releases that the device has not reached yet, and of those that the CPU has waited for.
+    """
+    in_use: list[int] = []
+    waited_for: list[int] = []
+    numbers, release = itertools.count(), lifetime.release
 
-# --- the option ---
+    def slow_release(owner: torch.Tensor) -> Any:
+        release(owner)
+        number = next(numbers)
+        in_use.append(number)
+
+        def synchronize() -> None:
+            waited_for.append(number)
+            # A device works in order, so all earlier releases are complete too.
+            in_use[:] = [other for other in in_use if other > number]
+
+        return SimpleNamespace(query=lambda: number not in in_use, synchronize=synchronize)
+
+    with mock.patch.object(lifetime, "release", slow_release):
+        yield in_use, waited_for
 
 
 # --- with the limit ---
@@ -78,37 +60,29 @@ def slow_device() -> Iterator[SlowDevice]:
 def test_by_default_the_third_all_gather_waits_for_the_oldest_release() -> None:
     model = wrapped()
     assert {unit.limit_all_gathers for unit in FullyShardedDataParallel.fsdp_modules(model)} == {True}
-    with slow_device() as slow, trace.record() as recorder, torch.no_grad():
+    with slow_device() as (_, waited_for), trace.record() as recorder, torch.no_grad():
         model(batch())
     assert said(recorder.events, waits=True) == (
         "AGR AG0 F0 FREE0 AG1 F1 FREE1 WAIT2 AG2 F2 FREE2 WAIT3 AG3 F3 FREE3"
     )  # fmt: skip
-    assert slow.waited_for == [0, 1], "the releases of blocks 0 and 1"
+    assert waited_for == [0, 1], "the releases of blocks 0 and 1"
 
 
 @pytest.mark.spec("LIM-02", "LIM-06")
+@pytest.mark.parametrize(("limit", "expected"), [(True, [1, 2, 2, 2]), (False, [1, 2, 3, 4])])
 @ranks(2)
-def test_forward_uses_memory_of_at_most_two_units_with_the_limit_and_of_all_units_without_it() -> None:
-    """Counts the unsharded units, and the resharded units whose memory the device has not released yet."""
-    assert max(units_in_use(limit_all_gathers=True)) == 2
-    assert units_in_use(limit_all_gathers=False) == [1, 2, 3, 4]
-
-
-def units_in_use(*, limit_all_gathers: bool) -> list[int]:
-    """The number of blocks that use memory in the middle of each block's forward."""
+def test_forward_uses_memory_of_at_most_two_units_with_the_limit_and_of_all_units_without_it(
+    limit: bool, expected: list[int]
+) -> None:
+    """Counts the unsharded blocks, and the resharded blocks whose memory the device has not released yet."""
     plain = seeded()
     watch = Watch(plain)
-    model = wrapped(plain, limit_all_gathers=limit_all_gathers)
-    in_use: list[int] = []
-
-    def look(unit: str) -> None:
-        if unit:
-            in_use.append(len(watch.alive_blocks()) + len(slow.in_use))
-
-    watch.in_forward = look
-    with slow_device() as slow:
+    model = wrapped(plain, limit_all_gathers=limit)
+    found: list[int] = []
+    watch.in_forward = lambda unit: found.append(len(watch.alive_blocks()) + len(in_use)) if unit else None
+    with slow_device() as (in_use, _):
         iterate(model)
-    return in_use
+    assert found == expected
 
 
 @pytest.mark.spec("LIM-02")
@@ -119,12 +93,12 @@ def test_all_gather_leaves_at_most_one_open_release(prefetch: BackwardPrefetch |
     """One pending release and one unsharded unit count as two units in use, in forward and in backward."""
     model = wrapped(backward_prefetch=prefetch, forward_prefetch=forward_prefetch)
     open_releases: list[int] = []
-    with slow_device() as slow, trace.record() as recorder:
+    with slow_device() as (in_use, _), trace.record() as recorder:
         begin = recorder.begin
 
         def looking(kind: str, unit: str, **rest: object) -> trace.Event:
             if kind == "AG":
-                open_releases.append(len(slow.in_use))
+                open_releases.append(len(in_use))
             return begin(kind, unit, **rest)
 
         with mock.patch.object(trace.Recorder, "begin", lambda self, *args, **rest: looking(*args, **rest)):
@@ -137,14 +111,14 @@ def test_all_gather_leaves_at_most_one_open_release(prefetch: BackwardPrefetch |
 @ranks(2)
 def test_a_forward_after_an_error_waits_for_no_release_of_the_failed_one() -> None:
     model = wrapped()
-    with slow_device() as slow:
+    with slow_device() as (in_use, waited_for):
         with pytest.raises(IndexError, match="out of range"):
             model(batch(), order=(0, 1, 2, 9))
-        failed = set(slow.in_use)
+        failed = set(in_use)
         assert failed, "the failed forward has released units"
         with torch.no_grad():
             model(batch())
-        assert failed.isdisjoint(slow.waited_for)
+        assert failed.isdisjoint(waited_for)
 
 
 # --- without the limit ---
@@ -154,11 +128,11 @@ def test_a_forward_after_an_error_waits_for_no_release_of_the_failed_one() -> No
 @ranks(2)
 def test_without_the_limit_the_cpu_never_waits() -> None:
     model = wrapped(limit_all_gathers=False)
-    with slow_device() as slow, trace.record() as recorder:
+    with slow_device() as (_, waited_for), trace.record() as recorder:
         for step in range(2):
             iterate(model, step)
     assert recorder.count("WAIT") == 0
-    assert slow.waited_for == []
+    assert waited_for == []
     assert recorder.count("AG") == 18
 
 
@@ -174,46 +148,3 @@ def test_limiter_does_not_change_results() -> None:
                 iterate(model, step, optimizer)
         results.append(full_values(model))
     assert_same(*results, bitwise=True)
-
-
-# --- on a real device ---
-
-BLOCK_BYTES = 1024 * 1025 * 4
-
-
-class SlowBlock(Block):
-    """Keeps the device busy for some milliseconds, so that the CPU runs far ahead."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        torch.get_device_module(device())._sleep(20_000_000)
-        return super().forward(x)
-
-
-def slow_stack() -> Stack:
-    model = Stack(1024)
-    model.blocks = torch.nn.ModuleList(SlowBlock(1024) for _ in range(8))
-    model.order = range(8)
-    return model
-
-
-@pytest.mark.accelerator
-@pytest.mark.spec("LIM-02", "LIM-03", "LIM-06")
-@ranks(2)
-def test_limiter_on_a_slow_accelerator_saves_memory_and_records_waits() -> None:
-    accelerator, peaks, waits = torch.get_device_module(device()), {}, {}
-    for limit_all_gathers in (True, False):
-        model = wrapped(seeded(slow_stack), limit_all_gathers=limit_all_gathers)
-        for _ in range(2):
-            accelerator.synchronize(device())
-            accelerator.reset_peak_memory_stats()
-            before = accelerator.memory_stats()["active_bytes.all.current"]
-            with trace.record() as recorder:
-                loss_of(model(batch(width=1024)))
-            accelerator.synchronize(device())
-        # Active, not allocated: memory that Python has freed but the device still reads must count.
-        peaks[limit_all_gathers] = accelerator.memory_stats()["active_bytes.all.peak"] - before
-        waits[limit_all_gathers] = recorder.count("WAIT")
-    assert peaks[True] < 3 * BLOCK_BYTES, "two blocks, and the activations of a block"
-    assert peaks[False] > peaks[True] + 2 * BLOCK_BYTES
-    assert waits[True] > 0
-    assert waits[False] == 0

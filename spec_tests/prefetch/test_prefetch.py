@@ -18,7 +18,7 @@ from minifsdp.engine.events import events
 from spec_tests.harness import ranks
 from spec_tests.models.apis import Api, both_apis
 from spec_tests.models.modules import seeded
-from spec_tests.models.running import Watch, backward_words, batch, iterate, loss_of, said
+from spec_tests.models.running import Watch, backward_words, iterate
 from spec_tests.subject import trace
 
 
@@ -50,22 +50,6 @@ def test_backward_prefetch_follows_the_reverse_forward_order_of_this_iteration(
         for position in reversed(range(len(order))):
             expected += [f"B{order[position]}"] + ([f"AG{order[position - 1]}"] if position else [])
         assert [word for word in words if word.startswith(("AG", "B"))] == expected
-
-
-@pytest.mark.api_spec(wrapper=["PREF-11"], fully_shard=["FS2-PREF-01"])
-@both_apis
-@ranks(2)
-def test_unit_is_all_gathered_at_its_own_forward_by_default(api: Api) -> None:
-    model = api.shard()
-    for step in range(3):
-        with trace.record() as recorder:
-            loss = loss_of(model(batch(step)))
-        loss.backward()
-        words = said(recorder.events).split()
-        for index in range(4):
-            forward = words.index(f"F{index}")
-            assert words[forward - 1] == f"AG{index}"
-            assert index == 0 or words[forward - 2] == f"FREE{index - 1}"
 
 
 @contextmanager

@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from minifsdp.engine.schedule import Schedule
 
@@ -16,20 +14,6 @@ class Named:
 
     def __init__(self, name: str) -> None:
         self.name = name
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-def units(num: int) -> list[Any]:
-    return [Named(str(index)) for index in range(num)]
-
-
-def iterate(schedule: Schedule, *order: Any) -> None:
-    """Runs one iteration in which the units run one after the other."""
-    for unit in order:
-        schedule.leave(unit)
-    schedule.end_iteration()
 
 
 @pytest.mark.pure
@@ -47,23 +31,12 @@ def iterate(schedule: Schedule, *order: Any) -> None:
 def test_backward_prefetches_in_the_reverse_order_in_which_forwards_of_this_iteration_ended(
     left: str, prefetched: str
 ) -> None:
-    by_name = dict(zip("abc", units(3), strict=True))
+    units: dict[str, Any] = {name: Named(name) for name in "abc"}
     schedule = Schedule(None)
-    iterate(schedule, *by_name.values())
+    for unit in units.values():
+        schedule.leave(unit)
+    schedule.end_iteration()
     for name in left:
-        schedule.leave(by_name[name])
-    found = [schedule.next_backward(by_name[name]) for name in reversed(left)]
-    assert found == [by_name.get(name) for name in prefetched]
-
-
-@pytest.mark.pure
-@pytest.mark.spec("PREF-08")
-@given(st.integers(1, 8), st.integers(1, 4))
-def test_the_reverse_order_is_followed_in_every_iteration(num: int, num_iterations: int) -> None:
-    order = units(num)
-    schedule = Schedule(None)
-    for _ in range(num_iterations):
-        for unit in order:
-            schedule.leave(unit)
-        assert [schedule.next_backward(unit) for unit in reversed(order)] == [*reversed(order[:-1]), None]
-        schedule.end_iteration()
+        schedule.leave(units[name])
+    found = [schedule.next_backward(units[name]) for name in reversed(left)]
+    assert found == [units.get(name) for name in prefetched]

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed.fsdp as torch_fsdp
 
 from spec_tests.harness import device, ranks
-from spec_tests.models.modules import Stack, seeded
-from spec_tests.models.running import Wire, iterate, recorded_iteration, said
+from spec_tests.models.running import iterate, recorded_iteration, said
 from spec_tests.models.sharding import (
     FLAT_STRATEGIES,
     HYBRID_SHARD,
     HYBRID_SHARD_ZERO2,
     NO_SHARD,
     SHARD_GRAD_OP,
-    as_torch,
     wrapped,
 )
 from spec_tests.subject import BackwardPrefetch, ShardingStrategy, trace
@@ -141,27 +138,3 @@ def test_one_unit_prefetches_nothing() -> None:
         with trace.record() as recorder:
             iterate(alone, step)
         assert recorder.order() == ["AG", "F", "B", "FREE", "RS"]
-
-
-SIZES = (2, 4, 6, 8)
-
-
-@pytest.mark.spec("SHARD-04", "PREF-02", "PREF-04", "PREF-06")
-@pytest.mark.parametrize("prefetch", ["BACKWARD_PRE", "BACKWARD_POST", None])
-@ranks(2)
-def test_the_collectives_are_those_of_torch_in_the_same_order(prefetch: str | None) -> None:
-    """The blocks have different sizes, so that the number of elements identifies the unit of a collective."""
-    ours = wrapped(seeded(lambda: Stack(hidden=SIZES)), backward_prefetch=prefetch and BackwardPrefetch[prefetch])
-    theirs_prefetch = prefetch and torch_fsdp.BackwardPrefetch[prefetch]
-    theirs = as_torch(seeded(lambda: Stack(hidden=SIZES)), backward_prefetch=theirs_prefetch)
-    for step in range(2):
-        with Wire() as wire_of_ours:
-            iterate(ours, step)
-        with Wire() as wire_of_theirs:
-            iterate(theirs, step)
-        assert padded(wire_of_ours) == padded(wire_of_theirs)
-
-
-def padded(wire: Wire) -> list[tuple[str, int]]:
-    """The collectives and their sizes, rounded up to a multiple of two ranks."""
-    return [(kind, size + size % 2) for kind, size in wire.values]

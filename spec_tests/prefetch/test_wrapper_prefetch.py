@@ -9,31 +9,21 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
 from minifsdp.engine.events import events
-from spec_tests.harness import device, ranks
+from spec_tests.harness import ranks
 from spec_tests.models.modules import Stack, seeded
-from spec_tests.models.running import Watch, Wire, backward_words, batch, iterate, loss_of, said
+from spec_tests.models.running import Watch, Wire, backward_words, iterate
 from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, wrapped
 from spec_tests.models.values import accumulated_gradients, assert_same, chunked, flat_gradients, mean_gradients
 from spec_tests.subject import BackwardPrefetch, FullyShardedDataParallel, ShardingStrategy, trace
 
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 SETTINGS = (PRE, POST, None)
-
-
-def words_with_gradients(**options: Any) -> list[str]:
-    """The events of a backward as words, with a ``GRAD`` in the middle of the backward of each unit."""
-    plain = seeded()
-    watch = Watch(plain)
-    watch.in_backward = lambda unit: events.recorder.begin("GRAD", unit) and None
-    return backward_words(wrapped(plain, **options))
 
 
 # --- the option ---
@@ -57,88 +47,42 @@ def test_backward_prefetch_accepts_only_its_two_members_or_none() -> None:
 # --- backward ---
 
 
-@pytest.mark.spec("PREF-04", "PREF-09")
+@pytest.mark.spec("PREF-04", "PREF-06", "PREF-09")
+@pytest.mark.parametrize("setting", [POST, None])
 @ranks(2)
-def test_post_prefetch_all_gathers_after_reshard_of_current_unit() -> None:
-    words = words_with_gradients(backward_prefetch=POST)
+def test_without_pre_prefetch_all_gathers_are_issued_after_the_gradients_before(
+    setting: BackwardPrefetch | None,
+) -> None:
+    plain = seeded()
+    watch = Watch(plain)
+    watch.in_backward = lambda unit: events.recorder.begin("GRAD", unit) and None
+    words = backward_words(wrapped(plain, backward_prefetch=setting))
     for index in (3, 2, 1):
         gather_of_next = words.index(f"AG{index - 1}")
         assert words.index(f"GRAD{index}") < words.index(f"FREE{index}") < gather_of_next
-        assert gather_of_next < words.index(f"RS{index}"), "no rank waits for the reduction yet"
-        assert gather_of_next < words.index(f"B{index - 1}")
-
-
-@pytest.mark.spec("PREF-06", "PREF-09")
-@ranks(2)
-def test_no_prefetch_all_gathers_at_own_backward() -> None:
-    words = words_with_gradients(backward_prefetch=None)
-    for index in (3, 2, 1, 0):
-        begins = words.index(f"B{index}")
-        assert words[begins : begins + 3] == [f"B{index}", f"AG{index}", f"GRAD{index}"]
-
-
-ALIVE = {
-    PRE: {"blocks.3": ["blocks.2", "blocks.3"], "blocks.2": ["blocks.1", "blocks.2"],
-          "blocks.1": ["blocks.0", "blocks.1"], "blocks.0": ["blocks.0"]},
-    POST: {f"blocks.{index}": [f"blocks.{index}"] for index in range(4)},
-    None: {f"blocks.{index}": [f"blocks.{index}"] for index in range(4)},
-}  # fmt: skip
+        if setting is POST:
+            assert gather_of_next < words.index(f"RS{index}"), "no rank waits for the reduction yet"
+            assert gather_of_next < words.index(f"B{index - 1}")
+        else:
+            assert words[gather_of_next - 1] == f"B{index - 1}", "at the unit's own backward"
 
 
 @pytest.mark.spec("PREF-03", "PREF-05", "PREF-06")
 @pytest.mark.parametrize("setting", SETTINGS)
 @ranks(2)
-def test_backward_unshards_expected_number_of_blocks(setting: BackwardPrefetch | None) -> None:
+def test_backward_unshards_the_current_block_and_with_pre_the_next_one(setting: BackwardPrefetch | None) -> None:
     plain = seeded()
     watch = Watch(plain)
     alive: dict[str, list[str]] = {}
-
-    def look(unit: str) -> None:
-        if unit:
-            alive[unit] = watch.alive_blocks()
-
-    watch.in_backward = look
+    watch.in_backward = lambda unit: alive.update({unit: watch.alive_blocks()})
     model = wrapped(plain, backward_prefetch=setting)
     for step in range(2):
-        alive.clear()
         iterate(model, step)
-        assert alive == ALIVE[setting]
-
-
-@pytest.mark.accelerator
-@pytest.mark.spec("PREF-03", "PREF-05")
-@ranks(2)
-def test_pre_holds_one_unit_more_than_post_in_memory() -> None:
-    block_bytes = 1024 * 1025 * 4
-    most = {setting: most_in_backward(setting) for setting in (PRE, POST)}
-    # Pre: the parameters of the current block and of the next one. Post: only those of the current block.
-    assert most[PRE] > 1.9 * block_bytes
-    assert 0.9 * block_bytes < most[PRE] - most[POST] < 1.1 * block_bytes
-
-
-def most_in_backward(setting: BackwardPrefetch) -> int:
-    """Peak bytes that are allocated while a block computes gradients, minus those at the beginning of backward."""
-    accelerator = torch.get_device_module(device())
-    plain = seeded(lambda: Stack(1024))
-    watch = Watch(plain)
-    allocated: list[int] = []
-
-    def look(unit: str) -> None:
-        if unit:
-            # Several streams use the memory. Without this the allocator could not yet free the last unit's memory.
-            accelerator.synchronize()
-            allocated.append(accelerator.memory_allocated())
-
-    watch.in_backward = look
-    model = wrapped(plain, backward_prefetch=setting)
-    for _ in range(2):
-        model.zero_grad(set_to_none=False)
-        loss = loss_of(model(batch(width=1024)))
-        accelerator.synchronize()
-        before = accelerator.memory_allocated()
-        allocated.clear()
-        loss.backward()
-    return max(allocated) - before
+        for index in range(4):
+            expected = [f"blocks.{index}"]
+            if setting is PRE and index > 0:
+                expected.insert(0, f"blocks.{index - 1}")
+            assert alive[f"blocks.{index}"] == expected
 
 
 @pytest.mark.spec("PREF-07", "PREF-12")
@@ -160,44 +104,6 @@ def test_all_settings_give_the_same_gradients_bit_by_bit() -> None:
         assert_same(later[-1], later[0], bitwise=True)
 
 
-class Branches(Stack):
-    """Block 0 feeds two branches, 1 and 2, whose outputs meet in 3."""
-
-    def forward(self, x: Tensor, order: Any = None) -> Tensor:
-        x = self.blocks[0](self.enter(x))
-        return self.leave(self.blocks[3](self.blocks[1](x) + self.blocks[2](x)))
-
-
-@pytest.mark.spec("PREF-08")
-@pytest.mark.parametrize("setting", SETTINGS)
-@ranks(2)
-def test_branches_are_all_gathered_in_reverse_forward_order(setting: BackwardPrefetch | None) -> None:
-    model = wrapped(seeded(Branches), backward_prefetch=setting)
-    for step in range(2):
-        words = backward_words(model, step)
-        assert [word for word in words if word.startswith("AG")] == ["AG3", "AG2", "AG1", "AG0"]
-        if setting is PRE:
-            assert words.index("B3") < words.index("AG2") < words.index("FREE3")
-            assert words.index("B2") < words.index("AG1") < words.index("FREE2")
-    plain = seeded(Branches)
-    expected = mean_gradients(plain, [0, 1])
-    assert_same(flat_gradients(model), chunked(plain, expected, 2, dist.get_rank()), bitwise=False)
-
-
-@pytest.mark.spec("PREF-15")
-@pytest.mark.parametrize("strategy", [SHARD_GRAD_OP, NO_SHARD])
-@ranks(2)
-def test_kept_unit_is_not_all_gathered_in_backward(strategy: ShardingStrategy) -> None:
-    for setting, forward_prefetch in itertools.product(SETTINGS, (False, True)):
-        model = wrapped(sharding_strategy=strategy, backward_prefetch=setting, forward_prefetch=forward_prefetch)
-        for step in range(2):
-            loss = loss_of(model(batch(step)))
-            with trace.record() as recorder, Wire() as wire:
-                loss.backward()
-            assert recorder.count("AG") == 0
-            assert "AG" not in wire.kinds()
-
-
 # --- communication streams ---
 
 
@@ -212,20 +118,6 @@ def test_collectives_run_in_traced_issue_order(strategy: ShardingStrategy, setti
         with trace.record() as recorder, Wire() as wire:
             iterate(model, step)
         assert wire.values == [(event.kind, event.num_bytes // 4) for event in recorder.events if event.ranks]
-
-
-@pytest.mark.accelerator
-@pytest.mark.spec("PREF-10", "PREF-14")
-@ranks(2)
-def test_all_gathers_of_all_units_share_one_stream() -> None:
-    plain = seeded()
-    model = wrapped(plain)
-    iterate(model)
-    comm_streams = {unit._unit.root.comm_streams for unit in FullyShardedDataParallel.fsdp_modules(model)}
-    assert len(comm_streams) == 1
-    (comm_streams_of_tree,) = comm_streams
-    streams = [comm_streams_of_tree.all_gather.stream, comm_streams_of_tree.reduce.stream]
-    assert len({*streams, torch.get_device_module(device()).current_stream()}) == 3
 
 
 @pytest.mark.spec("PREF-14")
@@ -247,27 +139,11 @@ def test_forward_of_unit_waits_for_its_prefetched_all_gather() -> None:
 # --- forward ---
 
 
-@pytest.mark.spec("PREF-12")
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (2, 0, 3, 1)])
-@ranks(2)
-def test_forward_prefetch_follows_the_order_of_the_first_iteration_from_the_second_on(order: Sequence[int]) -> None:
-    model = wrapped(forward_prefetch=True)
-    for step in range(3):
-        with trace.record() as recorder:
-            loss = loss_of(model(batch(step), order=order))
-        loss.backward()
-        words = said(recorder.events).split()
-        for current, following in itertools.pairwise(order):
-            is_ahead = words.index(f"AG{following}") < words.index(f"F{current}")
-            assert is_ahead is (step > 0), "the first iteration only records"
-        assert [word for word in words if word.startswith("AG")] == ["AGR", *(f"AG{index}" for index in order)]
-
-
 @pytest.mark.spec("PREF-13")
 @pytest.mark.parametrize("later", [(0, 2, 1, 3), (3, 2, 1, 0), (1, 3), (0, 2)])
 @ranks(2)
 def test_forward_prefetch_with_another_order_warns_and_stays_correct(later: Sequence[int]) -> None:
-    plain = seeded()
+    plain, expected = seeded(), seeded()
     watch = Watch(plain)
     model = wrapped(plain, forward_prefetch=True)
     iterate(model, 0)
@@ -276,21 +152,14 @@ def test_forward_prefetch_with_another_order_warns_and_stays_correct(later: Sequ
     with pytest.warns(UserWarning, match=r"forward_prefetch expects .*order of the first iteration"):
         iterate(model, 2, order=later)
     assert watch.alive() == [], "unused gathered parameters are freed at the end of backward"
-    check_gradients(model, later, 2)
+    expected.order = later
+    # A block that did not run has no gradient.
+    assert_same(flat_gradients(model), chunked(expected, mean_gradients(expected, [2]), 2, dist.get_rank()))
     # Return to the recorded order, after a parameter change that a stale prefetch would not include.
     with torch.no_grad():
-        for parameter in model.parameters():
+        for parameter in (*model.parameters(), *expected.parameters()):
             parameter.add_(0.25)
     model.zero_grad()
     iterate(model, 3)
-    check_gradients(model, range(4), 3, shifted_by=0.25)
-
-
-def check_gradients(model: nn.Module, order: Sequence[int], step: int, shifted_by: float = 0.0) -> None:
-    """Compares with a single process that runs the blocks in this order. A block that did not run has no gradient."""
-    plain = seeded()
-    plain.order = order
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter.add_(shifted_by)
-    assert_same(flat_gradients(model), chunked(plain, mean_gradients(plain, [step]), 2, dist.get_rank()))
+    expected.order = range(4)
+    assert_same(flat_gradients(model), chunked(expected, mean_gradients(expected, [3]), 2, dist.get_rank()))

@@ -71,19 +71,13 @@ def test_large_parameters_are_all_gathered_directly_into_their_memory(
 
 
 @pytest.mark.cpu  # the transport of gloo
-@pytest.mark.spec("FS2-08", "WIRE-10")
+@pytest.mark.spec("FS2-08", "WIRE-07", "WIRE-10")
+@pytest.mark.parametrize(("first_dim", "transport"), [(1, "messages"), (0, "collectives")])
 @ranks(2)
-def test_large_parameters_sharded_along_another_dim_are_sorted() -> None:
-    bucket, wholes = large_bucket(first_dim=1)
-    gathered(bucket)
-    assert all(torch.equal(leaf, whole) for leaf, whole in zip(bucket.leaves, wholes, strict=True))
-
-
-@pytest.mark.cpu  # the transport of gloo
-@pytest.mark.spec("WIRE-07", "WIRE-10")
-@ranks(2)
-def test_the_environment_variable_leaves_large_parameters_to_gloo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MINIFSDP_TRANSPORT", "collectives")
-    bucket, wholes = large_bucket()
+def test_large_parameters_of_another_dim_are_sorted_and_gloo_sends_them_on_request(
+    first_dim: int, transport: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MINIFSDP_TRANSPORT", transport)
+    bucket, wholes = large_bucket(first_dim=first_dim)
     gathered(bucket)
     assert all(torch.equal(leaf, whole) for leaf, whole in zip(bucket.leaves, wholes, strict=True))

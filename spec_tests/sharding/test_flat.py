@@ -43,23 +43,6 @@ def all_gather(layout: FlatLayout) -> None:
 # --- a unit that is not shared between ranks ---
 
 
-@pytest.mark.spec("CTOR-14")
-@ranks(1)
-def test_one_rank_unit_computes_in_stored_memory() -> None:
-    block = a_block()
-    layout = lay_out(block)
-    with pytest.raises(RuntimeError, match="wrap"):
-        # No callback is registered yet, so the layout would ignore the gradient.
-        block(draw(0))
-    layout.on_gradient(lambda: None)
-    assert layout.all_gather(CommStreams(device())) is None
-    layout.use_unsharded_params()
-    assert block.up.weight.untyped_storage().data_ptr() == layout.registered.shard.untyped_storage().data_ptr()
-    assert layout.free() is None
-    layout.use_sharded_params()
-    assert torch.equal(block(draw(0)), a_block()(draw(0))), "the full values may stay visible"
-
-
 @pytest.mark.spec("PROG-06")
 @ranks(1)
 def test_a_loss_of_a_weight_between_forwards_trains_in_every_step() -> None:
@@ -118,16 +101,11 @@ def test_the_gradient_before_is_freed_when_the_gradients_of_all_weights_are_comp
 
 @both_kinds
 @ranks(2)
-def test_parameters_of_several_dtypes_in_one_unit_raise_with_the_dtypes(original: bool) -> None:
+def test_units_of_several_dtypes_or_of_integers_raise_with_the_dtypes(original: bool) -> None:
     block = a_block()
     block.down.to(torch.bfloat16)
     with pytest.raises(ValueError, match=r"MLP has parameters of several dtypes \(torch.bfloat16, torch.float32\)"):
         FSDP(block, use_orig_params=original, device_id=device())
-
-
-@pytest.mark.parametrize("original", [False, True])
-@ranks(2)
-def test_integer_only_unit_raises_with_names_and_remedy(original: bool) -> None:
     module = nn.Module()
     module.counts = nn.Parameter(torch.arange(4), requires_grad=False)
     with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: .*torch.int64: counts.*ignored_states"):

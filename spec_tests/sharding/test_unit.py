@@ -11,10 +11,9 @@ from torch import nn
 
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.extension_points import ExtensionPoints
-from minifsdp.engine.mesh import Group, MeshGroups
+from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import State, Unit, UnitPolicy
-from spec_tests.subject import trace
 
 CPU = torch.device("cpu")
 
@@ -54,31 +53,6 @@ class Log:
         self.calls.append("released")
 
 
-def make(log: Log, mesh: MeshGroups | None = None) -> Unit:
-    layout: Any = log
-    plan = ReducePlan.mean(mesh or MeshGroups(None, None), torch.float32)
-    log.group = plan.mesh.shard
-    unit = Unit([nn.Linear(2, 2)], layout, [plan], UnitPolicy(reshard_after_forward=True))
-    limiter: Any = log
-    root: Any = SimpleNamespace(
-        comm_streams=CommStreams(CPU), limiter=limiter, iteration=SimpleNamespace(points=ExtensionPoints())
-    )
-    unit.root = root
-    unit.name = "block"
-    return unit
-
-
-def brought_to(state: State, log: Log) -> Unit:
-    unit = make(log)
-    if state is not State.SHARDED:
-        unit.unshard()
-    if state is State.UNSHARDED:
-        unit.wait()
-    assert unit.state is state
-    log.calls.clear()
-    return unit
-
-
 # state before, method, state after, and the calls of layout, handle and limiter in this order
 TABLE = [
     (State.SHARDED, "unshard", State.GATHERING, ["throttle", "all_gather"]),
@@ -96,8 +70,18 @@ TABLE = [
 @pytest.mark.pure
 @pytest.mark.parametrize(("before", "verb", "after", "calls"), TABLE, ids=[f"{s.name}-{v}" for s, v, _, _ in TABLE])
 def test_each_unit_method_leads_to_state_in_table(before: State, verb: str, after: Any, calls: list[str]) -> None:
-    log = Log()
-    unit = brought_to(before, log)
+    log: Any = Log()
+    plan = ReducePlan.mean(MeshGroups(None, None), torch.float32)
+    unit = Unit([nn.Linear(2, 2)], log, [plan], UnitPolicy(reshard_after_forward=True))
+    iteration = SimpleNamespace(points=ExtensionPoints())
+    unit.root = SimpleNamespace(comm_streams=CommStreams(CPU), limiter=log, iteration=iteration)  # type: ignore[assignment]
+    unit.name = "block"
+    if before is not State.SHARDED:
+        unit.unshard()
+    if before is State.UNSHARDED:
+        unit.wait()
+    assert unit.state is before
+    log.calls.clear()
     if after is RuntimeError:
         with pytest.raises(RuntimeError, match="'block' waits for an all-gather that was never issued"):
             getattr(unit, verb)()
@@ -106,34 +90,3 @@ def test_each_unit_method_leads_to_state_in_table(before: State, verb: str, afte
         getattr(unit, verb)()
         assert unit.state is after
     assert log.calls == calls
-
-
-@pytest.mark.pure
-def test_trace_has_all_gather_as_span_and_reshard_as_instant() -> None:
-    row: Any = Group(None, 2, 0, (4, 5))  # type: ignore[arg-type]
-    unit = make(Log(), MeshGroups.sharded(row))
-    with trace.record() as recorder:
-        unit.unshard()
-        unit.wait()
-        unit.reshard()
-    gathered, freed = recorder.events
-    assert (gathered.kind, gathered.unit, gathered.ranks, gathered.num_bytes) == ("AG", "block", (4, 5), 32)
-    assert (gathered.stream, gathered.dtype) == ("gather", torch.float32)
-    assert gathered.end > gathered.start
-    assert (freed.kind, freed.unit, freed.num_bytes, freed.ranks) == ("FREE", "block", 32, ())
-    assert freed.end == freed.start
-
-
-@pytest.mark.pure
-def test_a_span_of_an_earlier_recording_is_not_touched_by_a_later_one() -> None:
-    row: Any = Group(None, 2, 0, (4, 5))  # type: ignore[arg-type]
-    unit = make(Log(), MeshGroups.sharded(row))
-    with trace.record() as earlier:
-        unit.unshard()
-        unit.wait()
-        unit.reshard()
-    end = earlier.events[0].end
-    unit.unshard()
-    with trace.record():
-        unit.wait()
-    assert earlier.events[0].end == end

@@ -1,0 +1,126 @@
+"""``sync_module_states``: initial parameters and buffers are those of the first rank of a group."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from spec_tests.harness import device, ranks
+from spec_tests.models.modules import WIDTH, Block, NormedBlock
+from spec_tests.models.running import Wire, batch, loss_of
+from spec_tests.models.sharding import FLAT_STRATEGIES, HYBRID_SHARD, grid, wrapped
+from spec_tests.models.values import assert_same, flat_gradients
+from spec_tests.models.whole import gathered_values, plain_values
+from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, trace
+
+FSDP = FullyShardedDataParallel
+
+
+def random_tower(seed: int) -> nn.Module:
+    """Two units with buffers in a root with parameters and buffers. All values depend on the seed."""
+    dice = torch.Generator().manual_seed(seed)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), NormedBlock(), NormedBlock(), nn.BatchNorm1d(WIDTH))
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = (torch.rand(tensor.shape, generator=dice) * 100).to(tensor.dtype)
+    return model.to(device())
+
+
+@pytest.mark.spec("SYNC-01")
+@pytest.mark.parametrize("options", [{}, {"sync_module_states": False}])
+@ranks(2)
+def test_default_construction_sends_nothing_and_each_rank_keeps_its_values(options: dict[str, Any]) -> None:
+    with trace.record() as recorder, Wire() as wire:
+        model = wrapped(random_tower(seed=dist.get_rank()), **options)
+    assert recorder.count("BCAST") == 0
+    assert "broadcast_" not in wire.calls()
+    expected = random_tower(seed=dist.get_rank())
+    row = torch.cat([parameter.detach().reshape(-1) for parameter in expected[1].parameters()])
+    assert torch.equal(model[1].module._flat_param.detach(), row.chunk(2)[dist.get_rank()])
+    assert [buffer.tolist() for buffer in model.buffers()] == [buffer.tolist() for buffer in expected.buffers()]
+
+
+@pytest.mark.spec("SYNC-02", "SYNC-04")
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@ranks(2)
+def test_with_sync_every_rank_has_the_parameters_and_buffers_of_rank_0(strategy: ShardingStrategy, keep: bool) -> None:
+    mine = random_tower(seed=dist.get_rank())
+    model = wrapped(mine, sync_module_states=True, sharding_strategy=strategy, use_orig_params=keep)
+    assert_same(gathered_values(model), plain_values(random_tower(seed=0)), bitwise=True)
+
+
+@pytest.mark.spec("SYNC-02")
+@pytest.mark.parametrize("is_hybrid", [True, False])
+@ranks(4)
+def test_the_source_is_the_first_rank_of_a_hybrid_or_of_the_units_own_group(is_hybrid: bool) -> None:
+    source, options = 0, {"sharding_strategy": HYBRID_SHARD, "process_group": grid()}
+    if not is_hybrid:
+        groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+        source = dist.get_rank() % 2
+        options = {"process_group": groups[source]}
+    model = wrapped(random_tower(seed=dist.get_rank()), sync_module_states=True, **options)
+    assert_same(gathered_values(model), plain_values(random_tower(seed=source)), bitwise=True)
+
+
+@pytest.mark.spec("SYNC-02")
+@pytest.mark.parametrize("dtype", [torch.int16, torch.uint16, torch.float8_e4m3fn, torch.complex64], ids=str)
+@ranks(2)
+def test_with_sync_buffers_have_any_dtype(dtype: torch.dtype) -> None:
+    plain = nn.Linear(2, 2)
+    plain.register_buffer("table", torch.tensor([0, dist.get_rank(), 1 - dist.get_rank()]).to(dtype))
+    model = FSDP(plain, sync_module_states=True, device_id=device())
+    assert model.table.to(torch.complex64).tolist() == [0.0, 0.0, 1.0]
+
+
+@pytest.mark.spec("SYNC-03")
+@ranks(2)
+def test_each_unit_sends_at_least_one_broadcast() -> None:
+    with trace.record() as recorder, Wire() as wire:
+        wrapped(random_tower(seed=0), sync_module_states=True)
+    broadcasts = [event for event in recorder.events if event.kind == "BCAST"]
+    assert len(broadcasts) == len(wire.calls("broadcast_"))
+    assert {event.ranks for event in broadcasts} == {(0, 1)}
+    assert {event.unit for event in broadcasts} == {"NormedBlock", "Sequential"}
+    assert len(broadcasts) >= 3
+
+
+class Shares(Block):
+    """A block with a lookup table that all blocks share."""
+
+    def __init__(self, table: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("table", table)
+
+
+@pytest.mark.spec("SYNC-03")
+@ranks(2)
+def test_buffer_shared_by_several_nested_units_is_sent_once() -> None:
+    table = torch.full((1000,), float(dist.get_rank()), device=device())
+    inner = nn.Sequential(Shares(table), Shares(table))
+    outer = nn.Sequential(nn.Linear(WIDTH, WIDTH), inner, Shares(table)).to(device())
+    num_parameters = sum(parameter.numel() for parameter in outer.parameters())
+    with Wire() as wire:
+        model = FSDP(outer, auto_wrap_policy=ModuleWrapPolicy({Block, nn.Sequential}), sync_module_states=True)
+    assert len(FSDP.fsdp_modules(model)) == 5
+    sent = sum(numel for kind, numel in wire.sent if kind == "broadcast_")
+    assert sent == num_parameters + 1000, "every parameter once, and the table once"
+    assert all(owner.table is table for owner in (inner[0].module, inner[1].module, outer[2].module))
+    assert not table.any(), "the values of rank 0"
+
+
+@pytest.mark.spec("SYNC-04", "SYNC-05")
+@pytest.mark.parametrize("given", [False, True])
+@ranks(2)
+def test_all_ranks_get_the_checkpoint_that_rank_0_loaded(given: bool) -> None:
+    checkpoint = random_tower(seed=42).state_dict()
+    plain = random_tower(seed=7)
+    if dist.get_rank() == 0:
+        plain.load_state_dict(checkpoint)
+    model = wrapped(plain, sync_module_states=True, device_id=device() if given else None)
+    assert_same(gathered_values(model), checkpoint, bitwise=True)
+    loss_of(model(batch())).backward()
+    assert len(flat_gradients(model)) == 3
