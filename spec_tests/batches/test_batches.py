@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import minifsdp
 from minifsdp import batches
@@ -19,12 +18,11 @@ from minifsdp.checks.collective_log import log
 from minifsdp.engine.comm_streams import CommStream
 from minifsdp.engine.mesh import Group
 from spec_tests.harness import device, ranks
-from spec_tests.models.values import assert_same, full_gradients
-from spec_tests.subject import FullyShardedDataParallel as FSDP
-from spec_tests.subject import ShardingStrategy, fully_shard
+from spec_tests.models.apis import Api, both_apis
+from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD
+from spec_tests.models.values import assert_same
 
 WIDTH = 5
-APIS = ("wrapper", "function")
 
 
 @pytest.mark.spec("BATCH-01")
@@ -85,15 +83,6 @@ def test_watchdog_detects_wait_for_accelerator() -> None:
 
 @pytest.mark.spec("BATCH-04")
 @ranks(2)
-def test_all_ranks_may_break_out() -> None:
-    for batch in minifsdp.while_all_have_data(range(5)):
-        if batch == 2:
-            break
-    assert list(minifsdp.while_all_have_data("xy")) == ["x", "y"]
-
-
-@pytest.mark.spec("BATCH-04")
-@ranks(2)
 def test_a_loop_that_ends_early_waits_for_the_all_reduce_in_flight() -> None:
     fetch, in_flight = batches._fetch, []
 
@@ -109,6 +98,7 @@ def test_a_loop_that_ends_early_waits_for_the_all_reduce_in_flight() -> None:
             if batch == 2:
                 break
     assert in_flight == []
+    assert list(minifsdp.while_all_have_data("xy")) == ["x", "y"]
 
 
 @pytest.mark.spec("BATCH-05")
@@ -145,66 +135,39 @@ def tokens_of(rank: int, part: int = 0) -> Tensor:
 
 
 def loss_sum(model: nn.Module, tokens: Tensor) -> Tensor:
-    total: Tensor = model(tokens).square().sum()
-    return total
+    return model(tokens).square().sum()
 
 
-def sharded(api: str, is_hybrid: bool) -> Any:
-    model = net()
-    names = ("replicate", "shard") if is_hybrid else None
-    mesh = init_device_mesh(device().type, (2, 2) if is_hybrid else (dist.get_world_size(),), mesh_dim_names=names)
-    if api == "function":
-        return fully_shard(model, mesh=mesh)
-    strategy = ShardingStrategy.HYBRID_SHARD if is_hybrid else ShardingStrategy.FULL_SHARD
-    return FSDP(model, device_mesh=mesh, sharding_strategy=strategy, device_id=device(), use_orig_params=True)
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    if not isinstance(model, FSDP):
-        return full_gradients(model)
-    with FSDP.summon_full_params(model, with_grads=True):
-        return {name: p.grad.clone() for name, p in model.module.named_parameters() if p.grad is not None}
-
-
-def expected(num_parts: int) -> dict[str, Tensor]:
-    """The gradients of a single process that uses all tokens."""
-    model = net()
-    tokens = torch.cat([tokens_of(rank, part) for rank in range(dist.get_world_size()) for part in range(num_parts)])
+def sharded(api: Api) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model, and the gradients of a single process that uses all tokens of both parts."""
+    model, num_ranks = net(), dist.get_world_size()
+    tokens = torch.cat([tokens_of(rank, part) for rank in range(num_ranks) for part in range(2)])
     (loss_sum(model, tokens) / len(tokens)).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    strategy = HYBRID_SHARD if num_ranks == 4 else FULL_SHARD
+    return api.shard(net(), strategy=strategy), gradients
 
 
 @pytest.mark.spec("BATCH-06")
-@pytest.mark.parametrize("api", APIS)
+@both_apis
 @ranks(2)
-def test_a_token_counts_the_same_on_each_rank(api: str) -> None:
-    model = sharded(api, is_hybrid=False)
-    mine = tokens_of(dist.get_rank())
-    loss = minifsdp.token_weighted(loss_sum(model, mine), len(mine))
-    loss.backward()
-    assert_same(gradients(model), expected(1), bitwise=False)
+def test_a_token_counts_the_same_on_each_rank(api: Api) -> None:
+    model, expected = sharded(api)
+    mine = torch.cat([tokens_of(dist.get_rank(), part) for part in range(2)])
+    minifsdp.token_weighted(loss_sum(model, mine), len(mine)).backward()
+    assert_same(api.gradients(model), expected, bitwise=False)
 
 
-@pytest.mark.spec("BATCH-06")
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.spec("BATCH-06", "BATCH-07")
+@both_apis
 @ranks(4)
-def test_token_weighted_gradients_are_correct_with_replicas(api: str) -> None:
-    model = sharded(api, is_hybrid=True)
-    mine = tokens_of(dist.get_rank())
-    minifsdp.token_weighted(loss_sum(model, mine), torch.tensor(len(mine), device=device())).backward()
-    assert_same(gradients(model), expected(1), bitwise=False)
-
-
-@pytest.mark.spec("BATCH-07")
-@pytest.mark.parametrize("api", APIS)
-@ranks(2)
-def test_token_scale_with_micro_batches_is_that_of_the_step(api: str) -> None:
-    model = sharded(api, is_hybrid=False)
+def test_tokens_of_micro_batches_count_the_same_with_replicas(api: Api) -> None:
+    model, expected = sharded(api)
     parts = [tokens_of(dist.get_rank(), part) for part in range(2)]
-    scale = minifsdp.token_scale(sum(map(len, parts)))
+    scale = minifsdp.token_scale(torch.tensor(sum(map(len, parts)), device=device()))
     for part in parts:
         (loss_sum(model, part) * scale.to(device())).backward()
-    assert_same(gradients(model), expected(2), bitwise=False)
+    assert_same(api.gradients(model), expected, bitwise=False)
 
 
 @pytest.mark.spec("BATCH-07")

@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from spec_tests.checkpoint import checkpoints
-from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original, make
+from spec_tests.checkpoint.checkpoints import flat_or_original, make, set_form
 from spec_tests.harness import device, ranks
 from spec_tests.models.running import batch
 from spec_tests.models.sharding import FLAT_STRATEGIES, NO_SHARD
 from spec_tests.models.values import assert_same, full_values
-from spec_tests.subject import FullStateDictConfig, ShardingStrategy
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 
@@ -35,77 +34,42 @@ def filled() -> Any:
 @ranks(2)
 def test_with_rank0_only_a_rank_drops_only_the_entries_of_its_model(keep: bool, prefix: str) -> None:
     options: Any = {"use_orig_params": keep, "device_id": device()}
-    model = FSDP(nn.Sequential(FSDP(nn.Linear(3, 4), **options), nn.BatchNorm1d(4)), **options)
-    FSDP.set_state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True))
+    plain = nn.Linear(3, 4).to(device())
+    unit = FSDP(nn.Linear(3, 4), **options)
+    model = FSDP(nn.Sequential(unit, nn.BatchNorm1d(4), plain), ignored_modules=[plain], **options)
+    set_form(model, "rank 0")
+    # An inner unit of another form keeps its shards on every rank.
+    set_form(unit, "sharded")
     state = filled()
+    state["theirs"] = plain.weight
     before = dict(state)
-    returned = model.state_dict(destination=state, prefix=prefix)
-    assert returned is state
+    assert model.state_dict(destination=state, prefix=prefix) is state
     assert all(state[key] is value for key, value in before.items())
-    mine = {prefix + key for key in nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).state_dict()}
-    assert set(state) - set(before) == (mine if dist.get_rank() == 0 else set())
-
-
-@pytest.mark.spec("SAVE-02")
-@flat_or_original
-@ranks(2)
-def test_model_does_not_keep_the_entries_of_another_model(keep: bool) -> None:
-    model = FSDP(nn.Linear(3, 4), use_orig_params=keep, device_id=device())
-    state = filled()
-    entry = weakref.ref(state["other.running_mean"])
-    model.state_dict(destination=state)
-    del state
+    mine = {prefix + key for key in nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), plain).state_dict()}
+    rows = {prefix + "0.weight", prefix + "0.bias"}
+    assert set(state) - set(before) == (mine if dist.get_rank() == 0 else rows)
+    # The model does not keep the entries of another model.
+    entry = weakref.ref(before.pop("other.running_mean"))
+    del state, before
     gc.collect()
     assert entry() is None
 
 
-@pytest.mark.spec("SAVE-02")
-@ranks(2)
-def test_rank0_only_keeps_shards_of_inner_unit_on_every_rank() -> None:
-    model = FSDP(nn.Sequential(FSDP(nn.Linear(3, 4), device_id=device()), nn.Linear(4, 2)), device_id=device())
-    FSDP.set_state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True))
-    FSDP.set_state_dict_type(model.module[0], SHARDED)
-    rows = ["0.weight", "0.bias"]
-    saved = model.state_dict()
-    assert list(saved) == [*rows, *(["1.weight", "1.bias"] if dist.get_rank() == 0 else [])]
-    assert checkpoints.gathered(saved["0.weight"]).shape == (4, 3)
-
-
-def saved_part(part: str) -> tuple[dict[str, Any], Tensor]:
-    """The state dict of a wrapper inside a wrapped model, or of a plain module around it, and the wrapper's buffer."""
-    model = FSDP(nn.Sequential(nn.Sequential(FSDP(nn.BatchNorm1d(4), device_id=device()))), device_id=device())
-    model(torch.randn(4, 4, device=device()))
-    FSDP.set_state_dict_type(model, FULL, FullStateDictConfig(rank0_only=True))
-    around = model.module[0]
-    module, prefix = (around[0], "other.0.") if part == "wrapper" else (around, "other.")
-    return module.state_dict(destination=filled(), prefix=prefix), around[0].module.running_mean
-
-
-@pytest.mark.spec("SAVE-02")
+@pytest.mark.spec("SAVE-01", "SAVE-02")
 @pytest.mark.parametrize("part", ["wrapper", "plain module around it"])
 @ranks(2)
-def test_part_of_wrapped_model_saves_under_prefix(part: str) -> None:
-    saved, _ = saved_part(part)
+def test_part_of_wrapped_model_saves_copies_under_prefix(part: str) -> None:
+    model = FSDP(nn.Sequential(nn.Sequential(FSDP(nn.BatchNorm1d(4), device_id=device()))), device_id=device())
+    model(torch.randn(4, 4, device=device()))
+    set_form(model, "rank 0")
+    around = model.module[0]
+    module, prefix = (around[0], "other.0.") if part == "wrapper" else (around, "other.")
+    saved = module.state_dict(destination=filled(), prefix=prefix)
     assert "other.running_mean" in saved
     keys = {"other.0." + key for key in nn.BatchNorm1d(4).state_dict()}
     assert keys & set(saved) == (keys if dist.get_rank() == 0 else set())
-
-
-@pytest.mark.spec("SAVE-01")
-@pytest.mark.parametrize("part", ["wrapper", "plain module around it"])
-@ranks(2)
-def test_part_of_wrapped_model_is_saved_as_a_copy(part: str) -> None:
-    saved, mean = saved_part(part)
+    mean = around[0].module.running_mean
     assert dist.get_rank() or saved["other.0.running_mean"].data_ptr() != mean.data_ptr()
-
-
-@pytest.mark.spec("SAVE-02")
-@ranks(2)
-def test_entries_of_another_model_are_not_copied() -> None:
-    plain = nn.Linear(3, 4).to(device())
-    state: Any = {"theirs": plain.weight}
-    FSDP(nn.Sequential(plain), ignored_modules=[plain]).state_dict(destination=state)
-    assert state["theirs"] is plain.weight
 
 
 class Versioned(nn.Module):
@@ -118,9 +82,6 @@ class Versioned(nn.Module):
         self.weight = nn.Parameter(torch.arange(4.0))
         self.inner = inner
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
-
     def _load_from_state_dict(self, state: Any, prefix: str, metadata: Any, *rest: Any) -> None:
         if (metadata.get("version") or 1) < 2 and prefix + "weight" in state:
             state[prefix + "weight"] = -state[prefix + "weight"]
@@ -132,20 +93,15 @@ def plain() -> nn.Module:
 
 
 def wrapped(keep: bool) -> FSDP:
-    inner = Versioned(FSDP(Versioned(), use_orig_params=keep, device_id=device()))
-    return FSDP(
-        nn.Sequential(FSDP(inner, use_orig_params=keep, device_id=device()), Versioned()),
-        use_orig_params=keep,
-        device_id=device(),
-    )
+    options: Any = {"use_orig_params": keep, "device_id": device()}
+    inner = Versioned(FSDP(Versioned(), **options))
+    return FSDP(nn.Sequential(FSDP(inner, **options), Versioned()), **options)
 
 
-def weights(model: nn.Module) -> list[list[float]]:
-    return [p.tolist() for p in model.parameters()]
-
-
-NEW = [[0.0, 1.0, 2.0, 3.0]] * 3
-OLD = [[-0.0, -1.0, -2.0, -3.0]] * 3
+def assert_weights(model: nn.Module, sign: int = 1) -> None:
+    with FSDP.summon_full_params(model):
+        for parameter in model.parameters():
+            assert parameter.tolist() == [sign * value for value in range(4)]
 
 
 @pytest.mark.spec("SAVE-03")
@@ -154,40 +110,30 @@ OLD = [[-0.0, -1.0, -2.0, -3.0]] * 3
 def test_versions_of_modules_are_kept_from_and_to_a_plain_model(keep: bool) -> None:
     model, target = wrapped(keep), plain()
     target.load_state_dict(model.state_dict())
-    assert weights(target) == NEW
+    assert_weights(target)
     state = plain().state_dict()
     model.load_state_dict(state)
     assert list(state._metadata) == list(plain().state_dict()._metadata), "the caller's dict is not changed"
-    with FSDP.summon_full_params(model):
-        assert weights(model) == NEW
+    assert_weights(model)
     for version in state._metadata.values():
         version["version"] = 1
     model.load_state_dict(state)
-    with FSDP.summon_full_params(model):
-        assert weights(model) == OLD
+    assert_weights(model, sign=-1)
+    # The paths of the versions have the prefix.
+    versions, expected = (each.state_dict(prefix="model.")._metadata for each in (model, plain()))
+    assert all(versions[path] == version for path, version in expected.items())
 
 
 @pytest.mark.spec("SAVE-03")
-@pytest.mark.parametrize("form", [FULL, SHARDED, LOCAL], ids=["full", "sharded", "local"])
+@pytest.mark.parametrize("form", ["full", "sharded", "local"])
 @flat_or_original
 @ranks(2)
-def test_versions_of_modules_are_kept_between_wrapped_models(keep: bool, form: Any) -> None:
-    model = wrapped(keep)
+def test_versions_of_modules_are_kept_between_wrapped_models(keep: bool, form: str) -> None:
     around = nn.Sequential(FSDP(Versioned(), use_orig_params=keep, device_id=device()))
-    for saving in (model, around):
-        with FSDP.state_dict_type(saving, form):
-            state = saving.state_dict()
-            saving.load_state_dict(state)
-        with FSDP.summon_full_params(saving):
-            assert weights(saving) == NEW[: len(list(saving.parameters()))]
-
-
-@pytest.mark.spec("SAVE-03")
-@ranks(2)
-def test_prefix_of_a_state_dict_is_kept_in_the_paths_of_its_versions() -> None:
-    state = wrapped(keep=True).state_dict(prefix="model.")
-    expected = plain().state_dict(prefix="model.")
-    assert all(state._metadata[path] == version for path, version in expected._metadata.items())
+    for model in (wrapped(keep), around):
+        set_form(model, form)
+        model.load_state_dict(model.state_dict())
+        assert_weights(model)
 
 
 PARTS = ("first.0", "second.0", "head", "")
@@ -197,11 +143,11 @@ PARTS = ("first.0", "second.0", "head", "")
 @flat_or_original
 @pytest.mark.spec("PROG-68")
 @ranks(2)
-def test_a_part_of_a_unit_has_no_state_dict_of_its_own(keep: bool, strategy: ShardingStrategy) -> None:
-    model = checkpoints.wrapped(make(), use_orig_params=keep, sharding_strategy=strategy)
-    plain: Any = make()
-    rank, paths = dist.get_rank(), {path.replace("_fsdp_wrapped_module.", ""): m for path, m in model.named_modules()}
+def test_a_part_of_a_unit_has_no_state_dict_of_its_own(keep: bool, strategy: Any) -> None:
+    model, plain = checkpoints.wrapped(make(), use_orig_params=keep, sharding_strategy=strategy), make()
+    paths = {path.replace("_fsdp_wrapped_module.", ""): module for path, module in model.named_modules()}
     parts = [(paths[name] if name else model.module, plain.get_submodule(name)) for name in PARTS]
+    refused = rf"rank {dist.get_rank()}: .*inside of unit.*summon_full_params"
     for evaluates in (False, True):
         if evaluates:
             with torch.no_grad():
@@ -213,10 +159,10 @@ def test_a_part_of_a_unit_has_no_state_dict_of_its_own(keep: bool, strategy: Sha
                 assert all(torch.equal(found[name], value) for name, value in expected.items())
                 part.load_state_dict(expected)
                 continue
-            for call in (part.state_dict, lambda part=part, expected=expected: part.load_state_dict(expected)):
-                with pytest.raises(RuntimeError, match=rf"rank {rank}: .*inside of unit.*summon_full_params"):
-                    call()
-    assert_same(full_values(model), dict(plain.named_parameters()), bitwise=True)
+            with pytest.raises(RuntimeError, match=refused):
+                part.state_dict()
+            with pytest.raises(RuntimeError, match=refused):
+                part.load_state_dict(expected)
     with FSDP.summon_full_params(model):
         for part, same in parts[:-1]:
             changed = {name: value + 1 for name, value in same.state_dict().items()}

@@ -50,15 +50,10 @@ def test_a_model_has_the_parameters_and_the_heads_of_its_paper(name: str) -> Non
     assert sum(parameter.numel() for parameter in module.parameters()) / 1e6 == pytest.approx(millions, rel=0.003)
     assert (shape.head_width or shape.width / shape.heads) == head_width
     assert shape.heads % (shape.kv_heads or shape.heads) == 0
+    assert not shape.positions or shape.sequence <= shape.positions
 
 
 @pytest.mark.spec("SIMULATE-04")
 def test_llama_3_has_eight_heads_of_keys_and_a_context_of_8192_tokens() -> None:
     for name in ("llama3-8b", "llama3-70b"):
         assert (SHAPES[name].kv_heads, SHAPES[name].sequence) == (8, 8192)
-
-
-@pytest.mark.spec("SIMULATE-04")
-@pytest.mark.parametrize("name", [name for name, shape in SHAPES.items() if shape.positions])
-def test_a_sequence_is_not_longer_than_the_learned_positions(name: str) -> None:
-    assert SHAPES[name].sequence <= SHAPES[name].positions

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from spec_tests.subject import (
 )
 
 LOW, FULL = torch.bfloat16, torch.float32
+HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
 BILLION = 10**9
 WIDTH = 64
 UNIT = 2 * WIDTH * WIDTH * 4  # bytes of one unit in float32: 32 KiB
@@ -77,47 +78,24 @@ JOB = Job(units=[[MATRIX, MATRIX]] * 4, root=[MATRIX], num_shards=2)
 
 # ---- the papers -----------------------------------------------------------------------------------------------------
 
-ZERO_TABLE = {
-    7.5: {
-        1: (120, 120, 120),
-        4: (52.5, 41.25, 30),
-        16: (35.625, 21.5625, 7.5),
-        64: (31.4, 16.6, 1.88),
-        256: (30.4, 15.4, 0.47),
-        1024: (30.1, 15.1, 0.12),
-    },
-    128: {
-        1: (2048, 2048, 2048),
-        4: (896, 704, 512),
-        16: (608, 368, 128),
-        64: (536, 284, 32),
-        256: (518, 263, 8),
-        1024: (513.5, 257.75, 2),
-    },
-    1000: {
-        1: (16000, 16000, 16000),
-        4: (7000, 5500, 4000),
-        16: (4750, 2875, 1000),
-        64: (4187.5, 2218.75, 250),
-        256: (4046, 2054, 62.5),
-        1024: (4011, 2013, 15.6),
-    },
-}
-
 
 @pytest.mark.spec("COST-02")
-@pytest.mark.parametrize("billions", ZERO_TABLE)
-def test_the_table_of_the_zero_paper_is_reproduced(billions: float) -> None:
-    for num_ranks, expected in ZERO_TABLE[billions].items():
-        ours = [papers.zero_bytes(billions * BILLION, num_ranks, stage) / BILLION for stage in (1, 2, 3)]
-        # The paper prints three or four digits.
-        assert ours == pytest.approx(expected, rel=5e-3, abs=5e-3)
-
-
-@pytest.mark.spec("COST-02")
-def test_the_first_figure_of_the_zero_paper_is_reproduced() -> None:
-    ours = [papers.zero_bytes(7.5 * BILLION, 64, stage) / BILLION for stage in (0, 1, 2, 3)]
-    assert ours == pytest.approx([120, 31.4, 16.6, 1.9], rel=2e-2)
+@pytest.mark.parametrize(
+    ("billions", "num_ranks", "gigabytes"),
+    [
+        (7.5, 1, (120, 120, 120, 120)),
+        (7.5, 4, (120, 52.5, 41.25, 30)),
+        (7.5, 64, (120, 31.4, 16.6, 1.88)),
+        (128, 16, (2048, 608, 368, 128)),
+        (1000, 1024, (16000, 4011, 2013, 15.6)),
+    ],
+)
+def test_the_table_of_the_zero_paper_is_reproduced(
+    billions: float, num_ranks: int, gigabytes: tuple[float, ...]
+) -> None:
+    ours = [papers.zero_bytes(billions * BILLION, num_ranks, stage) / BILLION for stage in (0, 1, 2, 3)]
+    # The paper prints three or four digits.
+    assert ours == pytest.approx(gigabytes, rel=5e-3, abs=5e-3)
 
 
 @pytest.mark.spec("COST-01", "COST-09")
@@ -160,9 +138,9 @@ def test_peak_parameter_memory_is_that_of_the_fsdp_paper() -> None:
 )
 def test_bucket_padding_is_smaller_than_number_of_ranks(numel: int, num_shards: int, padded: int) -> None:
     assert formulas.padded_flat([(numel,)], num_shards) == padded
-    assert 0 <= padded - numel < num_shards
 
 
+@pytest.mark.spec("COST-02")
 def test_bucket_is_padded_once_and_parameters_individually() -> None:
     shapes = [(3, 4), (3,), (5,)]
     assert formulas.padded_flat(shapes, 2) == 20
@@ -255,42 +233,41 @@ def test_memory_is_printed_in_gigabytes_with_four_digits(capsys: pytest.CaptureF
     assert capsys.readouterr().out.startswith("rank 3: ")
 
 
-# ---- measured memory ------------------------------------------------------------------------------------------------
+# ---- measured memory and traffic ------------------------------------------------------------------------------------
 
 
-def wrapped(job: Job) -> nn.Module:
+def wrapped(job: Job) -> Any:
     """A `Tower`, sharded as the job describes."""
-    model = Tower(num_units=len(job.units), has_root=bool(job.root)).to(device())
+    model: Any = Tower(num_units=len(job.units), has_root=bool(job.root)).to(device())
     if job.per_parameter:
-        return _with_overlap(_in_place(model, job), job)
-    low = {"param_dtype": job.compute, "reduce_dtype": job.reduce, "buffer_dtype": job.buffer}
-    wrapper = FullyShardedDataParallel(
-        model,
-        grid() if "HYBRID" in job.strategy else None,
-        ShardingStrategy[job.strategy],
-        auto_wrap_policy=ModuleWrapPolicy({Pair}),
-        mixed_precision=MixedPrecision(**low),
-        backward_prefetch=BackwardPrefetch.BACKWARD_PRE if job.backward_prefetch else None,
-        forward_prefetch=job.forward_prefetch,
-    )
-    return _with_overlap(wrapper, job)
-
-
-def _with_overlap(model: nn.Module, job: Job) -> nn.Module:
+        policy = subject.MixedPrecisionPolicy(param_dtype=job.compute, reduce_dtype=job.reduce)
+        for pair in model.pairs:
+            subject.fully_shard(pair, reshard_after_forward=job.reshards_to or not job.keeps, mp_policy=policy)
+        # The root uses the default: it stays unsharded for its backward.
+        subject.fully_shard(model, mp_policy=policy)
+    else:
+        model = FullyShardedDataParallel(
+            model,
+            grid() if "HYBRID" in job.strategy else None,
+            ShardingStrategy[job.strategy],
+            auto_wrap_policy=ModuleWrapPolicy({Pair}),
+            mixed_precision=MixedPrecision(job.compute, job.reduce, job.buffer),
+            backward_prefetch=BackwardPrefetch.BACKWARD_PRE if job.backward_prefetch else None,
+            forward_prefetch=job.forward_prefetch,
+        )
     if not job.overlaps:
         minifsdp.set_reduction_overlap(model, False)
     return model
 
 
-def _in_place(model: Tower, job: Job) -> nn.Module:
-    policy = subject.MixedPrecisionPolicy(param_dtype=job.compute, reduce_dtype=job.reduce)
-    for pair in model.pairs:
-        subject.fully_shard(pair, reshard_after_forward=job.reshards_to or not job.keeps, mp_policy=policy)
-    # The root uses the default: it stays unsharded for its backward.
-    return subject.fully_shard(model, mp_policy=policy)
+def fused_adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """An optimizer that needs no temporary memory."""
+    return torch.optim.Adam(parameters, fused=True)
 
 
-def one_step(model: Any, optimizer: torch.optim.Optimizer, job: Job, weigh: Any) -> None:
+def one_step(
+    model: Any, optimizer: torch.optim.Optimizer, job: Job, weigh: Callable[[str], None] = lambda phase: None
+) -> None:
     """A training step. Calls ``weigh(name)`` at the end of each phase."""
     optimizer.zero_grad()
     gc.collect()
@@ -308,18 +285,13 @@ def one_step(model: Any, optimizer: torch.optim.Optimizer, job: Job, weigh: Any)
     weigh("peak_optimizer")
 
 
-def fused_adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """An optimizer that needs no temporary memory."""
-    return torch.optim.Adam(parameters, fused=True)
-
-
-def weighed(job: Job, steps: int = 4, make: Any = wrapped, optimize: Any = fused_adam) -> dict[str, float]:
+def weighed(job: Job, make: Any = wrapped, optimize: Any = fused_adam) -> dict[str, float]:
     """Measures what a job needs, by the names in `Cost`. Each value is the smallest of several steps."""
     found: dict[str, float] = {}
     with LiveBytes() as live:
         model = make(job)
         optimizer = optimize(model.parameters())
-        for step in range(steps):
+        for step in range(5):
             of_step: dict[str, float] = {}
 
             def weigh(phase: str, of_step: dict[str, float] = of_step) -> None:
@@ -335,37 +307,98 @@ def weighed(job: Job, steps: int = 4, make: Any = wrapped, optimize: Any = fused
     return found
 
 
-def assert_as_priced(found: dict[str, float], priced: Cost) -> None:
+def assert_memory(found: dict[str, float], priced: Cost) -> None:
     """Measured values are at least the predicted ones, and exceed them by no more than activations."""
-    expected = {name: getattr(priced, name) for name in found}
-    apart = {name: (found[name] - expected[name]) / UNIT for name in found}
+    apart = {name: (found[name] - getattr(priced, name)) / UNIT for name in found}
     most = {"peak_backward": 0 if device().type == "cpu" else IN_FLIGHT}
     assert all(-0.01 < units < most.get(name, 0) + SLACK / UNIT for name, units in apart.items()), (
-        f"in units: apart by {apart}, found {_in_units(found)}, priced {_in_units(expected)}"
+        f"in units: apart by {apart}"
     )
 
 
-def _in_units(bytes_by_name: dict[str, float]) -> dict[str, float]:
-    return {name: round(num_bytes / UNIT, 3) for name, num_bytes in bytes_by_name.items()}
+def assert_sends(model: nn.Module, job: Job, priced: Cost) -> None:
+    """Each collective is a ring: the bytes that this rank sends follow from the recorded sizes."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        with trace.record() as recorder:
+            one_step(model, optimizer, job)
+        sent, num = dict.fromkeys(("AG", "RS", "AR"), 0.0), dict.fromkeys(("AG", "RS", "AR"), 0)
+        for event in recorder.events:
+            if event.kind in sent:
+                size, times = len(event.ranks), 2 if event.kind == "AR" else 1
+                sent[event.kind] += times * event.num_bytes * (size - 1) / size
+                num[event.kind] += 1
+        assert (num, sent) == (priced.num_collectives, priced.sent)
 
 
+PRECISIONS: list[dict[str, Any]] = [{"compute": LOW}, {"compute": LOW, "reduce": FULL}, {"reduce": LOW}]
+STEPS: list[dict[str, Any]] = [
+    {},
+    {"micro_batches": 3},
+    {"micro_batches": 2, "no_sync": True},
+    {"micro_batches": 3, "no_sync": True},
+]
+OF_FULL_SHARD: list[dict[str, Any]] = [
+    {"forward_prefetch": True},
+    {"backward_prefetch": False},
+    {"root": ()},
+    {"overlaps": False, "backward_prefetch": False},
+]
 SHARDED = ("FULL_SHARD", "SHARD_GRAD_OP")
-PRECISIONS = {"full": (None, None), "low": (LOW, None), "low_summed_full": (LOW, FULL), "full_summed_low": (None, LOW)}
-ACCUMULATION = [(1, False), (3, False), (2, True), (3, True)]
+ROWS: list[dict[str, Any]] = [
+    *({"strategy": strategy, **options} for strategy in (*SHARDED, "NO_SHARD") for options in [*STEPS, *PRECISIONS]),
+    *({"strategy": "FULL_SHARD", **options} for options in OF_FULL_SHARD),
+    *({"strategy": name, "per_parameter": True, **options} for name in SHARDED for options in [{}, *PRECISIONS]),
+    *({"strategy": name, "per_parameter": True, "overlaps": False} for name in SHARDED),
+    *({"strategy": name, "overlaps": False} for name in SHARDED),
+    {"strategy": "FULL_SHARD", "overlaps": False, "compute": LOW},
+]
 
 
 def job_for(strategy: str, **options: Any) -> Job:
-    num_shards, num_replicas = {"NO_SHARD": (1, 2)}.get(strategy, (2, 1))
+    num_shards, num_replicas = (1, 2) if strategy == "NO_SHARD" else (2, 1)
     return replace(JOB, strategy=strategy, num_shards=num_shards, num_replicas=num_replicas, **options)
 
 
-@pytest.mark.spec("COST-01", "COST-02", "COST-03")
-@pytest.mark.parametrize(("micro_batches", "no_sync"), ACCUMULATION)
-@pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
+@pytest.mark.spec("COST-01", "COST-02", "COST-03", "COST-06", "COST-07", "COST-08", "COST-21", "SHARD-16")
+@pytest.mark.spec("EXPLAIN-03")
+@pytest.mark.parametrize("options", ROWS, ids=lambda options: "-".join(map(str, options.values())))
 @ranks(2)
-def test_job_uses_calculated_memory(strategy: str, micro_batches: int, no_sync: bool) -> None:
-    job = job_for(strategy, micro_batches=micro_batches, no_sync=no_sync)
-    assert_as_priced(weighed(job), cost_of(job))
+def test_a_step_needs_the_calculated_memory_and_sends_the_calculated_bytes(options: dict[str, Any]) -> None:
+    job = job_for(**options)
+    priced = cost_of(job)
+    assert_memory(weighed(job), priced)
+    assert_sends(wrapped(job), job, priced)
+    if job.micro_batches == 1:
+        assert minifsdp.explain(wrapped(job)).cost == priced
+    if not job.overlaps:
+        saved = cost_of(replace(job, overlaps=True)).peak_backward - priced.peak_backward
+        # A flat gradient of several parameters exists twice while it is concatenated, which needs as much memory.
+        assert saved > 0 if job.per_parameter else saved <= 0
+
+
+@pytest.mark.spec("COST-02", "COST-03", "COST-06", "COST-19", "EXPLAIN-03")
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"strategy": name, "num_replicas": 2, **step} for name in HYBRID for step in STEPS),
+        {"num_shards": 4},
+        {"num_shards": 4, "reshards_to": 2, "per_parameter": True},
+    ],
+    ids=lambda options: "-".join(map(str, options.values())),
+)
+@ranks(4)
+def test_four_ranks_need_the_calculated_memory_and_send_the_calculated_bytes(options: dict[str, Any]) -> None:
+    sends_by_itself = device().type == "cpu" and Group.of(default_group()).transport is not None
+    job = replace(JOB, **options, by_messages=sends_by_itself)
+    priced = cost_of(job)
+    if job.micro_batches == 1 and not job.reshards_to:
+        assert_memory(weighed(job), priced)
+    assert_sends(wrapped(job), job, priced)
+    if job.micro_batches == 1:
+        explained = minifsdp.explain(wrapped(job))
+        assert explained.cost == priced
+        assert (explained.job.strategy, explained.job.by_messages) == (job.strategy, sends_by_itself)
 
 
 @pytest.mark.spec("COST-01")
@@ -380,58 +413,6 @@ def test_ddp_stores_the_calculated_memory_of_no_shard() -> None:
     kept += [moment for state in optimizer.state.values() for name, moment in state.items() if name != "step"]
     num_bytes = sum(tensor.untyped_storage().nbytes() for tensor in kept)
     assert num_bytes == cost_of(job_for("NO_SHARD")).after_backward == 16 * sum(p.numel() for p in replica.parameters())
-
-
-@pytest.mark.spec("COST-07", "COST-08")
-@pytest.mark.parametrize("precision", list(PRECISIONS)[1:])
-@pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
-@ranks(2)
-def test_low_precision_job_uses_calculated_memory(strategy: str, precision: str) -> None:
-    compute, reduce = PRECISIONS[precision]
-    job = job_for(strategy, compute=compute, reduce=reduce)
-    assert_as_priced(weighed(job), cost_of(job))
-
-
-@pytest.mark.spec("COST-03")
-@pytest.mark.parametrize("options", [{"forward_prefetch": True}, {"backward_prefetch": False}, {"root": ()}])
-@ranks(2)
-def test_prefetching_needs_the_calculated_memory(options: dict[str, Any]) -> None:
-    job = job_for("FULL_SHARD", **options)
-    assert_as_priced(weighed(job), cost_of(job))
-
-
-@pytest.mark.spec("COST-21")
-@pytest.mark.parametrize("per_parameter", [False, True])
-@pytest.mark.parametrize("choice", [{}, {"backward_prefetch": False}, {"compute": LOW}, {"strategy": "SHARD_GRAD_OP"}])
-@ranks(2)
-def test_reductions_without_overlap_need_the_calculated_memory(choice: dict[str, Any], per_parameter: bool) -> None:
-    choice = {"strategy": "FULL_SHARD", **choice}
-    if per_parameter:
-        choice.pop("backward_prefetch", None)
-    job = replace(job_for(**choice), overlaps=False, per_parameter=per_parameter)
-    assert_as_priced(weighed(job), cost_of(job))
-    saved = cost_of(replace(job, overlaps=True)).peak_backward - cost_of(job).peak_backward
-    # A flat gradient of several parameters exists twice while it is concatenated, which needs as much memory.
-    assert saved > 0 if per_parameter else saved <= 0
-
-
-@pytest.mark.spec("COST-02", "COST-03")
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-@ranks(4)
-def test_replica_needs_the_same_memory_as_the_other_replicas(strategy: str) -> None:
-    job = replace(JOB, strategy=strategy, num_shards=2, num_replicas=2)
-    assert_as_priced(weighed(job), cost_of(job))
-
-
-@pytest.mark.spec("COST-02", "COST-03", "COST-19")
-@ranks(4)
-def test_rank_stores_half_as_much_on_four_ranks_as_on_two() -> None:
-    sends_by_itself = device().type == "cpu" and Group.of(default_group()).transport is not None
-    job = replace(JOB, num_shards=4, by_messages=sends_by_itself)
-    found = weighed(job)
-    assert_as_priced(found, cost_of(job))
-    assert found["stored"] == pytest.approx(cost_of(JOB).stored / 2, abs=SLACK)
-    assert minifsdp.explain(wrapped(job)).job.by_messages == sends_by_itself
 
 
 @pytest.mark.spec("COST-19")
@@ -461,12 +442,10 @@ def test_activations_of_later_units_are_freed_before_backward() -> None:
 @ranks(4)
 def test_uneven_units_store_their_padding_and_no_more() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
-    with LiveBytes() as live:
-        sharded = FullyShardedDataParallel(model.to(device()), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-        stored = sum(p.untyped_storage().nbytes() for p in sharded.parameters())
+    sharded = FullyShardedDataParallel(model.to(device()), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    stored = sum(p.untyped_storage().nbytes() for p in sharded.parameters())
     job = Job(units=[[(5, 3), (5,)], [(1, 5), (1,)]], num_shards=4, optimizer=0)
     assert stored == cost_of(job).stored == 4 * (5 + 2)
-    assert live.peak > 0
 
 
 def chain(job: Job) -> nn.Module:
@@ -483,7 +462,7 @@ def chain(job: Job) -> nn.Module:
 @ranks(3)
 def test_matrix_with_padding_needs_two_copies_of_its_gradient() -> None:
     job = Job(units=[[(WIDTH + 1, WIDTH)]], num_shards=3)
-    assert_as_priced(weighed(job, make=chain), cost_of(job))
+    assert_memory(weighed(job, make=chain), cost_of(job))
 
 
 @pytest.mark.spec("COST-03")
@@ -500,7 +479,7 @@ def test_middle_micro_batch_has_the_peak_if_the_first_unit_is_large() -> None:
     wide = 4 * WIDTH
     large, small = [(wide, WIDTH), (WIDTH, wide)], [MATRIX, MATRIX]
     job = Job(units=[large, *[small] * 4], num_shards=2, micro_batches=3, no_sync=True)
-    assert_as_priced(weighed(job, make=chain), cost_of(job))
+    assert_memory(weighed(job, make=chain), cost_of(job))
 
 
 @pytest.mark.spec("COST-05", "COST-04")
@@ -516,79 +495,6 @@ def test_single_unit_uses_memory_of_full_model() -> None:
     priced = cost_of(replace(job, optimizer=0))
     assert stored == pytest.approx(priced.stored, abs=SLACK)
     assert live.peak == pytest.approx(priced.peak_backward, abs=SLACK)
-
-
-@pytest.mark.spec("COST-02", "COST-03", "COST-07")
-@pytest.mark.parametrize("precision", ["full", "low", "low_summed_full"])
-@pytest.mark.parametrize("strategy", SHARDED)
-@ranks(2)
-def test_fully_shard_uses_calculated_memory(strategy: str, precision: str) -> None:
-    compute, reduce = PRECISIONS[precision]
-    job = job_for(strategy, compute=compute, reduce=reduce, per_parameter=True)
-    assert_as_priced(weighed(job), cost_of(job))
-
-
-# ---- sent bytes -----------------------------------------------------------------------------------------------------
-
-
-def sent_in(recorder: trace.Recorder) -> tuple[dict[str, float], dict[str, int]]:
-    """Bytes sent by this rank and number of collectives, by kind. Computed for rings from the recorded sizes."""
-    sent, num = dict.fromkeys(("AG", "RS", "AR"), 0.0), dict.fromkeys(("AG", "RS", "AR"), 0)
-    for event in recorder.events:
-        if event.kind in sent:
-            size = len(event.ranks)
-            sent[event.kind] += event.num_bytes * (size - 1) / size * (2 if event.kind == "AR" else 1)
-            num[event.kind] += 1
-    return sent, num
-
-
-def assert_sent_as_priced(job: Job) -> None:
-    assert_model_sends(wrapped(job), job, cost_of(job))
-
-
-def assert_model_sends(model: nn.Module, job: Job, priced: Cost) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        with trace.record() as recorder:
-            one_step(model, optimizer, job, lambda phase: None)
-        sent, num = sent_in(recorder)
-        assert num == priced.num_collectives
-        assert sent == priced.sent
-
-
-@pytest.mark.spec("COST-06", "SHARD-16")
-@pytest.mark.parametrize(("micro_batches", "no_sync"), ACCUMULATION)
-@pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
-@ranks(2)
-def test_job_sends_calculated_bytes(strategy: str, micro_batches: int, no_sync: bool) -> None:
-    assert_sent_as_priced(job_for(strategy, micro_batches=micro_batches, no_sync=no_sync))
-
-
-@pytest.mark.spec("COST-07", "COST-08")
-@pytest.mark.parametrize("precision", list(PRECISIONS)[1:])
-@pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
-@ranks(2)
-def test_low_precision_job_sends_calculated_bytes(strategy: str, precision: str) -> None:
-    compute, reduce = PRECISIONS[precision]
-    assert_sent_as_priced(job_for(strategy, compute=compute, reduce=reduce))
-
-
-@pytest.mark.spec("COST-06")
-@pytest.mark.parametrize(("micro_batches", "no_sync"), ACCUMULATION)
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-@ranks(4)
-def test_hybrid_strategy_sends_calculated_bytes(strategy: str, micro_batches: int, no_sync: bool) -> None:
-    job = replace(JOB, strategy=strategy, num_replicas=2, micro_batches=micro_batches, no_sync=no_sync)
-    assert_sent_as_priced(job)
-
-
-@pytest.mark.spec("COST-06")
-@pytest.mark.parametrize("precision", ["full", "low_summed_full"])
-@pytest.mark.parametrize("strategy", SHARDED)
-@ranks(2)
-def test_fully_shard_sends_calculated_bytes(strategy: str, precision: str) -> None:
-    compute, reduce = PRECISIONS[precision]
-    assert_sent_as_priced(job_for(strategy, compute=compute, reduce=reduce, per_parameter=True))
 
 
 @pytest.mark.spec("COST-06")
@@ -620,32 +526,11 @@ def memory() -> Any:
 
 
 @pytest.mark.accelerator
-@pytest.mark.spec("COST-01", "COST-02")
+@pytest.mark.spec("COST-01", "COST-02", "COST-03")
 @pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
 @ranks(2)
-def test_gpu_allocator_has_the_calculated_memory_between_steps(strategy: str) -> None:
-    num_shards = 1 if strategy == "NO_SHARD" else 2
-    job = Job(units=[[(WIDE, WIDE)] * 2] * 4, strategy=strategy, num_shards=num_shards)
-    _allocate_workspaces()
-    before = memory().memory_allocated()
-    model = FullyShardedDataParallel(
-        Tower(WIDE, has_root=False).to(device()),
-        sharding_strategy=ShardingStrategy[strategy],
-        auto_wrap_policy=ModuleWrapPolicy({Pair}),
-    )
-    optimizer = torch.optim.Adam(model.parameters(), fused=True)
-    for _ in range(3):
-        _step_on_accelerator(model, optimizer)
-    memory().synchronize()
-    assert memory().memory_allocated() - before == pytest.approx(cost_of(job).stored, abs=4 * MIB)
-
-
-@pytest.mark.gpu  # how far the CPU runs ahead of the device depends on real time
-@pytest.mark.spec("COST-03")
-@pytest.mark.parametrize("strategy", SHARDED)
-@ranks(2)
-def test_gpu_peak_exceeds_the_calculated_memory_by_at_most_one_unit(strategy: str) -> None:
-    job = Job(units=[[(WIDE, WIDE)] * 2] * 4, strategy=strategy, num_shards=2)
+def test_the_allocator_has_the_calculated_memory_between_steps_and_at_the_peak(strategy: str) -> None:
+    job = Job(units=[[(WIDE, WIDE)] * 2] * 4, strategy=strategy, num_shards=1 if strategy == "NO_SHARD" else 2)
     _allocate_workspaces()
     before = memory().memory_allocated()
     model = FullyShardedDataParallel(
@@ -657,10 +542,12 @@ def test_gpu_peak_exceeds_the_calculated_memory_by_at_most_one_unit(strategy: st
     for _ in range(3):
         memory().reset_peak_memory_stats()
         _step_on_accelerator(model, optimizer)
-    peak = memory().max_memory_allocated() - before
-    unit = 2 * WIDE * WIDE * 4
-    # The CPU runs ahead: up to two units are in flight where the formula counts one.
-    assert cost_of(job).peak - unit / 2 <= peak <= cost_of(job).peak + unit + 4 * MIB
+    memory().synchronize()
+    assert memory().memory_allocated() - before == pytest.approx(cost_of(job).stored, abs=4 * MIB)
+    if device().type == "cuda" and strategy in SHARDED:
+        # The CPU runs ahead: up to two units are in flight where the formula counts one.
+        peak, unit = memory().max_memory_allocated() - before, 2 * WIDE * WIDE * 4
+        assert cost_of(job).peak - unit / 2 <= peak <= cost_of(job).peak + unit + 4 * MIB
 
 
 @pytest.mark.gpu
@@ -684,18 +571,6 @@ def test_a_unit_that_is_larger_than_the_memory_does_not_fit_and_its_parts_do() -
         _step_on_accelerator(parts, None)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-@pytest.mark.accelerator
-@pytest.mark.spec("COST-10")
-@ranks(1)
-def test_memory_of_a_gpu_is_printed() -> None:
-    import io
-
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        cost.print_memory("rank 0")
-    assert printed.getvalue().startswith("rank 0: ")
-    assert "GB allocated" in printed.getvalue()
 
 
 def _allocate_workspaces(dtype: torch.dtype = torch.float32) -> None:
