@@ -10,18 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spec_tests.checkpoint.checkpoints import (
-    assert_same_state,
-    flat_or_original,
-    make,
-    set_form,
-    train,
-    trained,
-    wrapped,
-)
+from spec_tests.checkpoint import checkpoints
+from spec_tests.checkpoint.checkpoints import flat_or_original, make, set_form, train, trained, wrapped
 from spec_tests.checkpoint.refusals import caught_warnings
 from spec_tests.harness import device, ranks
 from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, grid
+from spec_tests.models.values import assert_same, full_values
 from spec_tests.oracles import count_collectives
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import ModuleWrapPolicy
@@ -43,7 +37,7 @@ def test_optim_state_dict_to_load_returns_the_dict_of_the_optimizer(keep: bool, 
     train(model, optimizer, [5])
     found = FSDP.optim_state_dict_to_load(model, optimizer, states, load_directly=load_directly)
     assert found["param_groups"] == own["param_groups"]
-    assert_same_state(found["state"], own["state"])
+    checkpoints.assert_same_state(found["state"], own["state"])
     step = 2 if load_directly else 3
     assert all(entries["step"] == step for entries in optimizer.state_dict()["state"].values())
 
@@ -57,7 +51,7 @@ def test_argument_order_of_the_examples_is_accepted_with_a_warning() -> None:
         found = FSDP.optim_state_dict_to_load(states, model, optimizer)
     assert [(w.category, w.filename) for w in caught] == [(FutureWarning, __file__)]
     assert "optim_state_dict_to_load(model, optim, optim_state_dict)" in str(caught[0].message)
-    assert_same_state(found["state"], optimizer.state_dict()["state"])
+    checkpoints.assert_same_state(found["state"], optimizer.state_dict()["state"])
 
 
 @pytest.mark.spec("OSD-LOAD-05")
@@ -73,7 +67,7 @@ def test_with_rank0_only_the_first_ranks_dict_is_enough(keep: bool, nothing: Any
         found = FSDP.optim_state_dict_to_load(model, optimizer, states if dist.get_rank() == 0 else nothing)
     assert found["param_groups"] == own["param_groups"]
     assert found["state"].pop("of my own") == 3.0
-    assert_same_state(found["state"], own["state"])
+    checkpoints.assert_same_state(found["state"], own["state"])
     # Two moments of three units are scattered. A broadcast would send each rank the data of other ranks too.
     assert counts.calls["scatter_"] == 6
     sent = sum(num_bytes for kind, num_bytes in counts.order if kind == "scatter_")
@@ -118,7 +112,7 @@ def test_full_dicts_load_with_other_number_of_ranks_and_other_wrapping(keep: boo
     again, restored = trained(steps=0, seed=3, **options)
     again.load_state_dict(weights)
     FSDP.optim_state_dict_to_load(again, restored, states, load_directly=True)
-    assert_same_state(FSDP.optim_state_dict(again, restored)["state"], states["state"])
+    checkpoints.assert_same_state(FSDP.optim_state_dict(again, restored)["state"], states["state"])
     found = again.state_dict()
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
@@ -151,6 +145,22 @@ def test_groups_find_their_settings_by_the_names_in_them_or_by_their_place(form:
     FSDP.optim_state_dict_to_load(again, restored, states, load_directly=True)
     assert [group["lr"] for group in restored.param_groups] == [0.01, 0.03, 0.05]
     assert train(again, restored, [1]) == train(model, optimizer, [1])
+
+
+@flat_or_original
+@pytest.mark.spec("PROG-93")
+@ranks(2)
+def test_each_rank_loads_its_own_full_dicts_in_any_order(keep: bool) -> None:
+    both = [trained(seed=seed, use_orig_params=keep) for seed in (0, 1)]
+    saved = [(model.state_dict(), FSDP.optim_state_dict(model, optimizer)) for model, optimizer in both]
+    before = [full_values(model) for model, _ in both]
+    for number in (0, 1) if dist.get_rank() else (1, 0):
+        (model, optimizer), (weights, states) = both[number], saved[number]
+        model.load_state_dict(weights)
+        FSDP.optim_state_dict_to_load(model, optimizer, states, load_directly=True)
+    for (model, optimizer), expected in zip(both, before, strict=True):
+        assert_same(full_values(model), expected, bitwise=True)
+        train(model, optimizer, [2])
 
 
 # --- optimizers that are keyed by names ---
@@ -195,9 +205,9 @@ def test_an_optimizer_that_is_keyed_by_names_loads_the_states_that_it_has(keep: 
         # With some strategies, the parameters stay unsharded.
         model(torch.ones(2, 3, device=device()))
     found = FSDP.optim_state_dict_to_load(model, named, states, is_named_optimizer=True)
-    assert_same_state(found["state"], own)
+    checkpoints.assert_same_state(found["state"], own)
     named.load_state_dict(found)
-    assert_same_state(named.state_dict()["state"], own)
+    checkpoints.assert_same_state(named.state_dict()["state"], own)
 
 
 # --- unusual parameters ---
@@ -225,7 +235,7 @@ def test_frozen_ignored_and_unused_parameters_are_saved_and_loaded(keep: bool, f
         ignored = optimizer.state[model.module.head.weight]["exp_avg"]
         assert torch.equal(states["state"]["head.weight"]["exp_avg"], ignored.cpu())
     FSDP.optim_state_dict_to_load(again, restored, states, load_directly=True)
-    assert_same_state(restored.state_dict()["state"], optimizer.state_dict()["state"])
+    checkpoints.assert_same_state(restored.state_dict()["state"], optimizer.state_dict()["state"])
 
 
 class Odd(nn.Module):
@@ -258,7 +268,7 @@ def test_parameters_without_dimensions_or_elements(keep: bool, form: str, has_mo
         # As in a plain optimizer. An optimizer of original parameters has no state for it.
         assert states["state"].pop("nothing")["exp_avg"].shape == (0, 3)
     found = FSDP.optim_state_dict_to_load(model, optimizer, states)["state"]
-    assert_same_state(found, optimizer.state_dict()["state"])
+    checkpoints.assert_same_state(found, optimizer.state_dict()["state"])
 
 
 @pytest.mark.spec("OSD-LOAD-01")

@@ -21,7 +21,8 @@ from spec_tests.models.values import assert_same, full_values
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 APIS = ("flat", "original", "fully_shard")
-CHANGING_SIZE, WITH_REPLICAS = pytest.mark.spec("PROG-90", "FS2-SD-11"), pytest.mark.spec("PROG-91", "HYB-10")
+CHANGING_SIZE = pytest.mark.spec("PROG-90", "FS2-SD-11", "SD-SHARD-04", "OSD-LOAD-08")
+WITH_REPLICAS = pytest.mark.spec("PROG-91", "HYB-10")
 
 
 def sharded(api: str, group: dist.ProcessGroup, hybrid: str, mesh: DeviceMesh | None, seed: int) -> nn.Module:
@@ -74,6 +75,7 @@ def all_values(model: nn.Module, optimizer: Any) -> list[Any]:
         *(pytest.param(api, "full", "", (4, 2, 3, 4), marks=CHANGING_SIZE) for api in APIS),
         *(pytest.param(api, "distributed", "", (4, 2, 3, 4), marks=CHANGING_SIZE) for api in APIS),
         *(pytest.param(api, "distributed", "mesh", (4, 2, 3, 4), marks=WITH_REPLICAS) for api in APIS),
+        pytest.param("original", "distributed", "", (4, 1, 4), marks=CHANGING_SIZE),
         pytest.param("flat", "full", "groups", (4, 2, 4), marks=WITH_REPLICAS),
         pytest.param("flat", "distributed", "groups", (4, 2, 4), marks=WITH_REPLICAS),
         *(pytest.param(api, "distributed", "", (8, 2, 4), marks=pytest.mark.spec("SCALE-06")) for api in APIS),

@@ -93,9 +93,7 @@ class Run:
     ],
 )
 @ranks(2)
-def test_a_run_resumes_with_its_optimizer_scheduler_and_scaler(
-    saving: str, loading: str, form: str, kind: str, schedule: str
-) -> None:
+def test_a_run_resumes_with_all_its_states(saving: str, loading: str, form: str, kind: str, schedule: str) -> None:
     run, resumed = Run(saving, kind, schedule, seed=0), Run(loading, kind, schedule, seed=1)
     run.steps(0, 4)
     options, to_load = FORMS[form]

@@ -20,27 +20,13 @@ from torch.distributed.fsdp import api as torch_api
 from torch.distributed.tensor import DTensor
 
 from spec_tests import subject
-from spec_tests.checkpoint.checkpoints import (
-    CONFIGS,
-    FULL,
-    LOCAL,
-    SHARDED,
-    flat_or_original,
-    is_plain,
-    local_part,
-    set_form,
-)
+from spec_tests.checkpoint import checkpoints
+from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original, local_part, set_form
 from spec_tests.checkpoint.refusals import caught_warnings
 from spec_tests.harness import device, plain_tensor, ranks
-from spec_tests.models.sharding import FULL_SHARD, HYBRID_STRATEGIES, NO_SHARD, SHARD_GRAD_OP, grid
-from spec_tests.subject import (
-    FullStateDictConfig,
-    LocalStateDictConfig,
-    ModuleWrapPolicy,
-    ShardedStateDictConfig,
-    trace,
-)
+from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ModuleWrapPolicy, trace
 
 full_or_sharded = pytest.mark.parametrize("form", ["full", "sharded"])
 
@@ -49,7 +35,10 @@ def plain_model(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 5), nn.BatchNorm1d(5), nn.Linear(5, 5), nn.Linear(5, 5))
     model[3].weight = model[2].weight
-    return model.to(device())
+    model.to(device())
+    # One buffer with two names.
+    model[1].register_buffer("running_again", model[1].running_mean)
+    return model
 
 
 def sharded(model: nn.Module, **options: Any) -> FSDP:
@@ -91,7 +80,7 @@ def test_values_have_the_names_the_class_and_the_rows_of_the_form(keep: bool, fo
     for name, value in state.items():
         assert local_part(value).device == (torch.device("cpu") if offload else device())
         if name in buffers or form == "full":
-            assert is_plain(value)
+            assert checkpoints.is_plain(value)
             assert torch.equal(value.cpu(), expected[name].cpu())
             continue
         assert isinstance(value, class_of_parameters())
@@ -143,7 +132,7 @@ def test_default_state_dict_loads_into_the_plain_module(keep: bool) -> None:
 def test_with_rank0_only_all_ranks_take_part_and_rank_0_gets_the_dict() -> None:
     model = sharded(plain_model())
     optimizer = torch.optim.Adam(model.parameters())
-    by_position = FullStateDictConfig(True, True), subject.FullOptimStateDictConfig(True, True)
+    by_position = subject.FullStateDictConfig(True, True), subject.FullOptimStateDictConfig(True, True)
     FSDP.set_state_dict_type(model, FULL, *by_position)
     with trace.record() as recorder:
         state = model.state_dict()
@@ -203,20 +192,7 @@ def test_one_rank_alone_saves_values_that_need_no_all_gather(strategy: Any, form
     if dist.get_rank() == 0:
         state = model.state_dict()
         assert form == "local" or state.keys() == plain_model().state_dict().keys()
-        assert form == "local" or all(is_plain(value) for value in state.values())
-    dist.barrier()
-
-
-@pytest.mark.spec("HYB-10")
-@pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
-@ranks(4)
-def test_hybrid_state_dict_is_equal_and_sharded_in_group(strategy: Any) -> None:
-    model, expected = sharded(plain_model(), sharding_strategy=strategy, process_group=grid()), plain_model()
-    state = model.state_dict()
-    assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
-    set_form(model, "sharded")
-    rows = local_part(model.state_dict()["0.weight"])
-    assert torch.equal(rows, expected[0].weight[slice(0, 3) if dist.get_rank() % 2 == 0 else slice(3, 5)])
+        assert form == "local" or all(checkpoints.is_plain(value) for value in state.values())
     dist.barrier()
 
 
@@ -244,25 +220,6 @@ def test_checkpoints_are_in_full_precision_except_buffers_of_local_ones() -> Non
         model.to(device())
 
 
-class TwoNames(nn.Linear):
-    """A layer that has one buffer under two names."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 3)
-        shared = torch.ones(3)
-        self.register_buffer("first", shared)
-        self.register_buffer("second", shared)
-
-
-@pytest.mark.spec("SD-CFG-17")
-@pytest.mark.accelerator
-@ranks(2)
-def test_a_buffer_with_two_names_is_offloaded_under_both() -> None:
-    model = FSDP(TwoNames(), device_id=device())
-    set_form(model, "full", offload_to_cpu=True)
-    assert {value.device.type for value in model.state_dict().values()} == {"cpu"}
-
-
 @pytest.mark.spec("SD-CFG-11", "IGN-08")
 @each_form
 @flat_or_original
@@ -275,7 +232,7 @@ def test_a_plain_module_and_ignored_parameters_are_saved_under_plain_names(keep:
     state = plain.state_dict()
     assert form == "local" or list(state) == list(expected)
     for name in ("0.weight", "1.1.weight"):
-        assert is_plain(state[name])
+        assert checkpoints.is_plain(state[name])
         assert torch.equal(state[name], expected[name])
         state[name] = expected[name] + 1
     plain.load_state_dict(state)
@@ -292,7 +249,7 @@ def test_state_dict_type_is_set_for_tree() -> None:
     model = sharded(plain_model())
     before = FSDP.set_state_dict_type(model, SHARDED)
     assert before.state_dict_type is FULL
-    assert isinstance(FSDP.get_state_dict_type(model).state_dict_config, ShardedStateDictConfig)
+    assert isinstance(FSDP.get_state_dict_type(model).state_dict_config, subject.ShardedStateDictConfig)
     assert FSDP.get_state_dict_type(model.module[1]).state_dict_type is SHARDED
     FSDP.set_state_dict_type(model.module[1], FULL)
     with pytest.raises(AssertionError, match=r"same state.dict"):
@@ -335,18 +292,18 @@ def test_the_functions_that_choose_a_form_warn_once_that_they_are_deprecated() -
 
 
 @pytest.mark.spec("SD-CFG-04", "SD-CFG-05", "SD-CFG-12")
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", checkpoints.CONFIGS)
 @ranks(1)
 def test_a_type_has_default_configurations_and_refuses_those_of_other_types(kind: Any) -> None:
     model = sharded(plain_model())
-    of_model, of_optimizer = CONFIGS[kind]
+    of_model, of_optimizer = checkpoints.CONFIGS[kind]
     FSDP.set_state_dict_type(model, kind)
     settings = subject.StateDictSettings(kind, of_model(), of_optimizer())
     assert FSDP.get_state_dict_type(model) == settings
     offloaded = of_model(offload_to_cpu=True)
     FSDP.set_state_dict_type(model, kind, offloaded)
     assert FSDP.get_state_dict_type(model) == dataclasses.replace(settings, state_dict_config=offloaded)
-    wrong = FullStateDictConfig if kind is LOCAL else LocalStateDictConfig
+    wrong = subject.FullStateDictConfig if kind is LOCAL else subject.LocalStateDictConfig
     for other in (wrong, subject.StateDictConfig):
         named = rf"rank 0: Expected state_dict_config of type {of_model.__name__}.*{other.__name__}"
         with pytest.raises(RuntimeError, match=named):
@@ -355,11 +312,11 @@ def test_a_type_has_default_configurations_and_refuses_those_of_other_types(kind
         FSDP.set_state_dict_type(model, kind, None, subject.OptimStateDictConfig())
 
 
-CLASSES = ["StateDictConfig", "OptimStateDictConfig", *(one.__name__ for pair in CONFIGS.values() for one in pair)]
+CLASSES = [config.__name__ for pair in checkpoints.CONFIGS.values() for config in pair]
 
 
 @pytest.mark.spec("SD-CFG-12", "SD-CFG-13", "SD-CFG-14", "SD-CFG-15", "SD-CFG-16", "SD-CFG-18")
-@pytest.mark.parametrize("name", [*CLASSES, "StateDictSettings"])
+@pytest.mark.parametrize("name", [*CLASSES, "StateDictConfig", "OptimStateDictConfig", "StateDictSettings"])
 def test_a_configuration_has_the_arguments_the_fields_and_the_base_classes_of_torch(name: str) -> None:
     ours, theirs = getattr(subject, name), getattr(torch_api, name)
     for found in (dataclasses.fields, lambda one: inspect.signature(one).parameters.values()):

@@ -117,18 +117,13 @@ def words_of_class(cls: type, other: Any) -> Iterator[str]:
         yield from (f"{member.name} = {member.value}" for member in cls)
     if dataclasses.is_dataclass(cls):
         yield "dataclass"
-        yield from (name for name, is_set in vars_of(cls.__dataclass_params__) if is_set is True and name != "init")
+        yield from (name for name in ("eq", "order", "frozen") if getattr(cls.__dataclass_params__, name))
     bases = {base.__name__: base for base in cls.__mro__[1:-1] if base.__name__ != cls.__name__}
     names = {base.__name__ for base in getattr(other, "__mro__", ())}
     for name, base in bases.items():
         # minifsdp has more base classes, which are internal.
         if name in names or not base.__module__.startswith("minifsdp") or hasattr(torch_fsdp, name):
             yield f"base {name}"
-
-
-def vars_of(parameters: Any) -> list[tuple[str, Any]]:
-    """The settings of a dataclass that programs can notice."""
-    return [(name, getattr(parameters, name)) for name in ("eq", "order", "frozen")]
 
 
 def attributes_of(cls: Any) -> set[str]:

@@ -57,9 +57,7 @@ def made_by(library: Any, policy: dict[str, Any]) -> nn.Module:
 @pytest.mark.parametrize(("policy", "reduces_in"), POLICIES, ids=["plain", "param", "reduce wider", "both"])
 @pytest.mark.spec("FS2-29")
 @ranks(2)
-def test_state_registry_returns_the_same_results_as_in_torch(
-    policy: dict[str, Any], reduces_in: torch.dtype | None
-) -> None:
+def test_state_registry_has_the_results_of_torch(policy: dict[str, Any], reduces_in: torch.dtype | None) -> None:
     ours, theirs = made_by(minifsdp, policy), made_by(torch_fsdp, policy)
     # torch determines the dtypes and the root when the first forward begins.
     assert {_get_module_state(ours)._is_root, _get_module_state(theirs)._is_root} == {None}
@@ -103,9 +101,7 @@ def facts_of_mesh(info: Any) -> tuple[Any, ...]:
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 @pytest.mark.spec("START-07")
 @ranks(4)
-def test_mesh_and_post_forward_mesh_of_a_group_equal_those_of_torch(
-    shape: tuple[int, ...], choice: bool | int | None
-) -> None:
+def test_meshes_of_a_group_equal_those_of_torch(shape: tuple[int, ...], choice: bool | int | None) -> None:
     names = ("replicate", "shard")[-len(shape) :]
     models = []
     for library in (minifsdp, torch_fsdp):

@@ -10,28 +10,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_checkpoint_wrapper
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from minifsdp import checkpoint_wrapper
+from spec_tests import subject
 from spec_tests.checkpoint.refusals import caught_warnings, refused
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Block, seeded
-from spec_tests.models.running import iterate, loss_of
-from spec_tests.models.sharding import grid, wrapped
+from spec_tests.models.running import iterate
+from spec_tests.models.sharding import wrapped
 from spec_tests.models.values import assert_same, full_values
-from spec_tests.subject import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullStateDictConfig,
-    MixedPrecision,
-    ModuleWrapPolicy,
-    ShardingStrategy,
-    StateDictType,
-    always_wrap_policy,
-    trace,
-)
 from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ModuleWrapPolicy, trace
 
 POLICY = ModuleWrapPolicy({nn.Linear})
 
@@ -61,7 +51,7 @@ def test_the_old_and_the_new_keyword_together_are_refused() -> None:
 @ranks(2)
 def test_offload_as_third_argument_is_refused_with_the_keyword_to_use() -> None:
     with refused(TypeError, "CPUOffload", "cpu_offload="):
-        FSDP(two_layers(), None, CPUOffload(offload_params=True))  # type: ignore[arg-type]
+        FSDP(two_layers(), None, subject.CPUOffload(offload_params=True))  # type: ignore[arg-type]
 
 
 @pytest.mark.spec("NAMES-09")
@@ -85,7 +75,7 @@ def test_short_calls_of_1_13_need_no_new_argument() -> None:
         with FSDP.summon_full_params(model, True, False):
             assert model.module[0].weight.shape == (3, 3)
         warnings.filterwarnings("ignore", ".*are deprecated, as in torch", FutureWarning)
-        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
+        with FSDP.state_dict_type(model, subject.StateDictType.FULL_STATE_DICT, subject.FullStateDictConfig()):
             assert model.state_dict()["0.weight"].shape == (3, 3)
 
 
@@ -99,8 +89,9 @@ def test_the_constructor_of_1_13_is_a_prefix_and_positional_calls_keep_their_mea
     names += " ignored_modules param_init_fn device_id sync_module_states"
     assert list(inspect.signature(FSDP).parameters)[:11] == names.split()
     plain, seen = seeded(), []
-    group, precision, ignored = dist.group.WORLD, MixedPrecision(reduce_dtype=torch.float64), [plain.leave]
-    strategy, offload, after = ShardingStrategy.SHARD_GRAD_OP, CPUOffload(True), BackwardPrefetch.BACKWARD_POST
+    group, precision, ignored = dist.group.WORLD, subject.MixedPrecision(reduce_dtype=torch.float64), [plain.leave]
+    strategy, offload = subject.ShardingStrategy.SHARD_GRAD_OP, subject.CPUOffload(True)
+    after = subject.BackwardPrefetch.BACKWARD_POST
     policy = ModuleWrapPolicy({Block})
     with trace.record() as recorder:
         model = FSDP(plain, group, strategy, offload, policy, after, precision, ignored, seen.append, device(), True)
@@ -117,25 +108,8 @@ def test_the_constructor_of_1_13_is_a_prefix_and_positional_calls_keep_their_mea
 @pytest.mark.spec("LEGACY-05", "PREF-01")
 @ranks(2)
 def test_omitted_backward_prefetch_means_another_value_than_in_1_13() -> None:
-    assert FSDP(two_layers(), None, None, None, None).backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    assert FSDP(two_layers(), None, None, None, None).backward_prefetch is subject.BackwardPrefetch.BACKWARD_PRE
     assert FSDP(two_layers(), None, None, None, None, None).backward_prefetch is None
-
-
-@pytest.mark.spec("LEGACY-07", "HYB-02")
-@ranks(4)
-def test_one_process_group_keeps_its_meaning_and_a_pair_means_a_hybrid() -> None:
-    pair = grid()
-    one = wrapped(process_group=pair[0])
-    assert one.process_group is pair[0]
-    assert one.world_size == 2
-    two = FSDP(seeded(), pair, ShardingStrategy.HYBRID_SHARD, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    assert two._mesh.shard is not None
-    assert two._mesh.replicate is not None
-    assert (two._mesh.shard.process_group, two._mesh.replicate.process_group) == pair
-    assert two.process_group is pair[0]
-    with trace.record() as recorder:
-        iterate(two)
-    assert recorder.count("AR") == 5
 
 
 @pytest.mark.spec("LEGACY-08", "MP-19", "MP-21")
@@ -143,10 +117,10 @@ def test_one_process_group_keeps_its_meaning_and_a_pair_means_a_hybrid() -> None
 @ranks(2)
 def test_legacy_mixed_precision_excludes_batch_norms_by_default(ignored: Any) -> None:
     low, seen = torch.bfloat16, []
-    precision = MixedPrecision(low)
+    precision = subject.MixedPrecision(low)
     if ignored is not None:
         # On the CPU, a batch norm in low precision also needs its statistics in low precision.
-        precision = MixedPrecision(low, buffer_dtype=low, _module_classes_to_ignore=ignored)
+        precision = subject.MixedPrecision(low, buffer_dtype=low, _module_classes_to_ignore=ignored)
     plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(device())
     for layer in plain:
         layer.register_forward_pre_hook(lambda module, args: seen.append(module.weight.dtype))
@@ -158,17 +132,15 @@ def test_legacy_mixed_precision_excludes_batch_norms_by_default(ignored: Any) ->
 
 
 @pytest.mark.spec("LEGACY-13", "CLIP-05", "CLIP-06")
-@pytest.mark.parametrize("strategy", [ShardingStrategy.NO_SHARD, ShardingStrategy.FULL_SHARD])
+@pytest.mark.parametrize("strategy", [subject.ShardingStrategy.NO_SHARD, subject.ShardingStrategy.FULL_SHARD])
 @ranks(2)
-def test_norm_function_of_torch_is_correct_only_without_sharding_and_the_method_always(
-    strategy: ShardingStrategy,
-) -> None:
+def test_norm_of_torch_is_correct_only_without_sharding(strategy: Any) -> None:
     model = wrapped(sharding_strategy=strategy)
     iterate(model)
     of_utility = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     of_method = model.clip_grad_norm_(1e9)
     is_right = torch.isclose(of_utility, of_method, rtol=1e-5)
-    assert bool(is_right) is (strategy is ShardingStrategy.NO_SHARD)
+    assert bool(is_right) is (strategy is subject.ShardingStrategy.NO_SHARD)
 
 
 # --- the 2022 tutorial ---
@@ -191,23 +163,3 @@ def test_old_name_of_activation_checkpointing_works_and_warns() -> None:
         iterate(each, 0, torch.optim.SGD(each.parameters(), lr=0.1))
     values = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in full_values(model).items()}
     assert_same(values, full_values(plain), bitwise=True)
-
-
-@pytest.mark.spec("LEGACY-15")
-@pytest.mark.pure
-def test_checkpoint_wrapper_names_are_those_of_torch() -> None:
-    for name in checkpoint_wrapper.__all__:
-        if name != "apply_activation_checkpointing_wrapper":
-            assert getattr(checkpoint_wrapper, name) is getattr(torch_checkpoint_wrapper, name)
-
-
-@pytest.mark.spec("LEGACY-06")
-@pytest.mark.accelerator
-@ranks(2)
-def test_a_module_on_the_cpu_is_not_moved_to_the_accelerator_and_back() -> None:
-    plain = nn.Linear(4, 4)
-    with pytest.warns(UserWarning, match="device_id"):
-        model = FSDP(plain, auto_wrap_policy=always_wrap_policy)
-    assert model.compute_device == device()
-    loss_of(model(torch.ones(2, 4))).backward()
-    assert {parameter.grad.device for parameter in model.parameters()} == {device()}

@@ -90,9 +90,7 @@ def test_full_optim_state_dict_equals_optim_state_dict_on_rank_0_or_all_ranks(ke
 @pytest.mark.parametrize("hybrid", [False, True])
 @flat_or_original
 @ranks(4)
-def test_sharded_optim_state_dict_with_a_mesh_has_the_types_of_torch(
-    keep: bool, hybrid: bool, use_dtensor: bool | None
-) -> None:
+def test_sharded_dict_with_a_mesh_has_the_types_of_torch(keep: bool, hybrid: bool, use_dtensor: bool | None) -> None:
     options = {"use_orig_params": keep, "device_mesh": grid_mesh() if hybrid else grid_mesh()["shard"]}
     kinds = []
     for library in (minifsdp, torch_fsdp):
@@ -196,42 +194,6 @@ def test_a_full_dict_fits_another_number_of_ranks_and_another_wrapping(keep: boo
     dist.barrier()
 
 
-@pytest.mark.spec("OSD-REKEY-01", "OSD-REKEY-02")
-@pytest.mark.parametrize("given", ["optim", "optim_input", "neither"])
-@flat_or_original
-@ranks(2)
-def test_dict_keyed_by_numbers_loads_into_the_optimizer_of_a_plain_model(keep: bool, given: str) -> None:
-    model, optimizer = trained(use_orig_params=keep)
-    plain = make(7)
-    plain.load_state_dict(model.state_dict())
-    restored = adam(plain)
-    arguments = {"optim": {"optim": restored}, "optim_input": {"optim_input": list(plain.parameters())}}.get(given, {})
-    full = FSDP.optim_state_dict(model, optimizer)
-    with quiet():
-        numbered = FSDP.rekey_optim_state_dict(full, NUMBER, plain, **arguments)
-    assert sorted(numbered["state"]) == numbered["param_groups"][0]["params"] == list(range(7))
-    restored.load_state_dict(numbered)
-    train(model, optimizer, [2, 3])
-    train(plain, restored, [2, 3], ranks=[0, 1])
-    assert_same(full_values(model), dict(plain.named_parameters()), bitwise=True)
-
-
-@pytest.mark.spec("OSD-REKEY-01", "OSD-REKEY-03")
-@flat_or_original
-@ranks(2)
-def test_with_names_a_plain_optimizers_dict_loads_into_that_of_the_wrapped_model(keep: bool) -> None:
-    plain, optimizer = plain_trained()
-    named = FSDP.rekey_optim_state_dict(optimizer.state_dict(), NAME, plain, optim=optimizer)
-    assert list(named["state"]) == [name for name, _ in plain.named_parameters()]
-    model = wrapped(make(7), use_orig_params=keep)
-    model.load_state_dict(plain.state_dict())
-    restored = adam(model)
-    restored.load_state_dict(old("shard_full_optim_state_dict", named, model, optim=restored))
-    train(model, restored, [2, 3])
-    train(plain, optimizer, [2, 3], ranks=[0, 1])
-    assert_same(full_values(model), dict(plain.named_parameters()), bitwise=True)
-
-
 @pytest.mark.spec("OSD-REKEY-01", "OSD-REKEY-04")
 @ranks(1)
 def test_rekey_keeps_a_dict_with_the_requested_keys_and_refuses_an_invalid_one() -> None:
@@ -285,7 +247,7 @@ def test_parameters_outside_of_all_units_may_be_missing(keep: bool) -> None:
 @pytest.mark.parametrize("way", ["shard", "scatter", "flatten", "names", "current", "numbers"])
 @pytest.mark.parametrize("hybrid", [False, True])
 @flat_or_original
-@pytest.mark.spec("PROG-94")
+@pytest.mark.spec("PROG-94", "OSD-REKEY-02", "OSD-REKEY-03")
 @ranks(4)
 def test_older_functions_agree_with_a_plain_optimizer_of_tied_parameters(keep: bool, hybrid: bool, way: str) -> None:
     def tied(seed: int) -> nn.Module:

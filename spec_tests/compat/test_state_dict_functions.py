@@ -117,6 +117,22 @@ def test_the_state_of_submodules_has_the_names_of_the_model_or_of_the_submodule(
 
 
 @flat_or_original
+@pytest.mark.spec("PROG-92")
+@ranks(2)
+def test_weights_of_rank_0_are_loaded_on_all_ranks_or_refused(keep: bool) -> None:
+    model, weights = wrapped(make(1), use_orig_params=keep), make().state_dict()
+    mine = dict(weights) if dist.get_rank() == 0 else {}
+    assert subject.set_model_state_dict(model, mine, options=FROM_RANK_0) == ([], [])
+    assert_same(full_values(model), dict(make().named_parameters()), bitwise=True)
+    if dist.get_rank() == 0:
+        del mine["scale"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "scale"'):
+        subject.set_model_state_dict(model, mine, options=FROM_RANK_0)
+    with pytest.raises(ValueError, match="full_state_dict must be True"):
+        subject.set_model_state_dict(model, weights, options=StateDictOptions(broadcast_from_rank0=True))
+
+
+@flat_or_original
 @pytest.mark.spec("PROG-63")
 @ranks(2)
 def test_a_dict_is_not_changed_when_it_is_loaded(keep: bool) -> None:

@@ -253,17 +253,6 @@ def test_a_function_of_torch_returns_what_it_returns_for_torchs_fsdp(
 
 
 @pytest.mark.spec("PROG-98")
-@pytest.mark.parametrize("call", [set_model, set_part_of_model], ids=id_of)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@ranks(2)
-def test_a_function_of_torch_refuses_a_dict_without_a_parameter(layout: str, call: Call) -> None:
-    choices = UNFROZEN if call is set_model else {}
-    for fsdp in (TORCH, OURS):
-        with pytest.raises(RuntimeError, match=r"[Mm]issing|0\.weight|2\.0\.weight"):
-            result_of(fsdp, call, layout, choices)
-
-
-@pytest.mark.spec("PROG-98")
 @pytest.mark.parametrize("structure", ["root without parameters", "in a container", "no root"])
 @pytest.mark.parametrize("layout", ["flat", "original"])
 @pytest.mark.parametrize("choices", [{}, FULL, FROM_RANK_0], ids=id_of)
@@ -286,25 +275,3 @@ def test_two_optimizers_of_one_model_are_saved_and_loaded(choices: dict[str, Any
     expected = result_of(TORCH, *arguments)
     with replaced_names():
         assert result_of(OURS, *arguments) == expected
-
-
-class Counted(nn.Linear):
-    """A layer with an extra state. As a unit of torch's wrapper, torch's functions raise AttributeError for it."""
-
-    def get_extra_state(self) -> int:
-        return 3
-
-    def set_extra_state(self, state: int) -> None:
-        assert state == 3
-
-
-@pytest.mark.spec("PROG-98")
-@pytest.mark.parametrize("layout", ["flat", "original"])
-@ranks(2)
-def test_a_unit_with_an_extra_state_is_saved_and_loaded(layout: str) -> None:
-    model: Any = nn.Sequential(Counted(3, 4), nn.Linear(4, 2)).to(device())
-    expected = dict(copy.deepcopy(model).state_dict())
-    model[0] = subject.FullyShardedDataParallel(model[0], device_id=device(), use_orig_params=layout == "original")
-    state = functions.get_model_state_dict(model, options=StateDictOptions(**FULL))
-    assert described(dict(state)) == described(expected)
-    functions.set_model_state_dict(model, state, options=StateDictOptions(**FULL))

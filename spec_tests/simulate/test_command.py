@@ -106,9 +106,7 @@ def test_prediction_from_few_layers_is_close_to_the_simulation_of_all(monkeypatc
 
 
 @pytest.mark.spec("SIMULATE-14")
-def test_search_returns_the_fastest_settings_that_fit(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_search_finds_the_fastest_fit(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     setups = [
         Setup(SMALL, 8, strategy=strategy, micro_batch=size)
         for strategy in ("FULL_SHARD", "SHARD_GRAD_OP")

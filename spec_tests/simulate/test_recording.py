@@ -61,13 +61,6 @@ def test_step_without_prefetch_has_another_order_and_takes_longer() -> None:
 
 
 @pytest.mark.spec("SIMULATE-02")
-def test_prefetch_that_the_engine_leaves_out_makes_the_step_longer() -> None:
-    before = seconds(small(api="fsdp2"))
-    with mock.patch.object(IterationState, "_prefetch_backward", return_value=None):
-        assert seconds(small(api="fsdp2")) > before
-
-
-@pytest.mark.spec("SIMULATE-02")
 def test_wait_that_the_engine_adds_makes_the_step_longer() -> None:
     pre_backward, before = IterationState.pre_backward, small(api="fsdp2")
 
@@ -140,15 +133,6 @@ def test_state_of_the_optimizer_and_activations_are_counted() -> None:
     longer = (small(micro_batch=64).peak_bytes - small(micro_batch=32).peak_bytes) / 32
     # At least 16 numbers of 2 bytes for each token, feature and block (arXiv 2205.05198).
     assert longer > 4 * 16 * 2 * WIDTH * SMALL.sequence
-
-
-@pytest.mark.spec("SIMULATE-03")
-def test_attention_needs_no_memory_for_scores() -> None:
-    def peak(sequence: int) -> int:
-        return small(sequence=sequence, model=shape_of("layers=1,width=64,heads=4,vocabulary=100")).peak_bytes
-
-    base, double, four = peak(1024), peak(2048), peak(4096)
-    assert four - double == pytest.approx(2 * (double - base), rel=0.01)
 
 
 # ---- models ---------------------------------------------------------------------------------------------------------

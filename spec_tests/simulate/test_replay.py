@@ -9,22 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from minifsdp_tools.simulate import tape
 from minifsdp_tools.simulate.machine import Card, Network, measured_costs
 from minifsdp_tools.simulate.recording import Recording
 from minifsdp_tools.simulate.replay import Result, replay
 from minifsdp_tools.simulate.setup import Setup
-from minifsdp_tools.simulate.tape import (
-    Allocate,
-    Collective,
-    Free,
-    HostWait,
-    Item,
-    Kernel,
-    RecordEvent,
-    Tape,
-    UseOn,
-    WaitEvent,
-)
+from minifsdp_tools.simulate.tape import Collective, Kernel
 from spec_tests.simulate.small import SMALL
 from spec_tests.subject import trace
 
@@ -48,11 +38,11 @@ def collective(seconds: int, stream: int = GATHER, ranks: tuple[int, ...] = EIGH
     return Collective(stream, "AG", ranks, num_bytes)
 
 
-def run(*items: Item, **options: Any) -> Result:
+def run(*items: tape.Item, **options: Any) -> Result:
     stored = options.pop("stored", 0)
     events = options.pop("events", [])
     setup = Setup(SMALL, num_ranks=16)
-    recording = Recording(setup, Tape(list(items)), events, stored, 100)
+    recording = Recording(setup, tape.Tape(list(items)), events, stored, 100)
     return replay(recording, Card("plain", **{**PLAIN, **options}), NETWORK)
 
 
@@ -112,7 +102,7 @@ def test_measured_collectives_replace_the_formula(tmp_path: Path) -> None:
 @pytest.mark.spec("SIMULATE-08")
 def test_stream_runs_its_work_in_order_and_waits_for_events() -> None:
     # The example of replay.py, in seconds instead of milliseconds.
-    items = [collective(7), RecordEvent(GATHER, 1), kernel(2), WaitEvent(COMPUTE, 1), kernel(2)]
+    items = [collective(7), tape.RecordEvent(GATHER, 1), kernel(2), tape.WaitEvent(COMPUTE, 1), kernel(2)]
     assert run(*items).seconds == 7 + 2
     # Without the wait, both streams run at the same time.
     assert run(*items[:3], items[4]).seconds == 7
@@ -130,25 +120,25 @@ def test_work_starts_after_the_cpu_has_issued_it() -> None:
 
 @pytest.mark.spec("SIMULATE-08")
 def test_cpu_waits_for_an_event_only_until_it_is_complete() -> None:
-    result = run(kernel(10), RecordEvent(COMPUTE, 1), HostWait(1), kernel(3, GATHER), host_operator=1.0)
+    result = run(kernel(10), tape.RecordEvent(COMPUTE, 1), tape.HostWait(1), kernel(3, GATHER), host_operator=1.0)
     # The kernel runs from 1 to 11, the other one is issued from 11 to 12.
     assert (result.seconds, result.waits, result.host_seconds) == (15, 10, 2)
     # An event of an earlier step is complete.
-    assert run(HostWait(99), WaitEvent(COMPUTE, 98), kernel(3)).seconds == 3
+    assert run(tape.HostWait(99), tape.WaitEvent(COMPUTE, 98), kernel(3)).seconds == 3
 
 
 @pytest.mark.spec("SIMULATE-08")
 def test_events_of_the_engine_have_the_times_of_their_streams() -> None:
     # The times of a recorded event are positions on the tape.
     events = [trace.Event("AG", "0", 0.0, 0.0), trace.Event("F", "0", 3.0, 4.0)]
-    items = [collective(7), RecordEvent(GATHER, 1), WaitEvent(COMPUTE, 1), kernel(2)]
+    items = [collective(7), tape.RecordEvent(GATHER, 1), tape.WaitEvent(COMPUTE, 1), kernel(2)]
     result = run(*items, events=events)
     assert [(event.kind, event.start, event.end) for event in result.events] == [("AG", 0, 7), ("F", 7, 9)]
 
 
 @pytest.mark.spec("SIMULATE-09")
 def test_exposed_communication_is_the_time_without_computation() -> None:
-    items = [kernel(2), collective(7), RecordEvent(GATHER, 1), WaitEvent(COMPUTE, 1), kernel(3)]
+    items = [kernel(2), collective(7), tape.RecordEvent(GATHER, 1), tape.WaitEvent(COMPUTE, 1), kernel(3)]
     result = run(*items)
     assert (result.seconds, result.compute_seconds, result.exposed_seconds) == (10, 5, 5)
     assert result.tokens_per_second == 10
@@ -196,20 +186,20 @@ def test_a_cpu_delays_the_collective_and_the_computation_next_to_it() -> None:
 @pytest.mark.spec("SIMULATE-11")
 def test_held_memory_contains_blocks_that_another_stream_uses() -> None:
     items = [
-        Allocate(1, 100),
-        UseOn(1, COMPUTE),
+        tape.Allocate(1, 100),
+        tape.UseOn(1, COMPUTE),
         kernel(5),
-        Free(1, 100),
+        tape.Free(1, 100),
         # The CPU is ahead of the kernel, so the first block is still in use.
-        Allocate(2, 100),
-        Free(2, 100),
+        tape.Allocate(2, 100),
+        tape.Free(2, 100),
     ]
     result = run(*items, stored=40)
     assert (result.peak_allocated, result.peak_held, result.stored_bytes) == (140, 240, 40)
     # After a wait of the CPU, the memory can be used again.
-    waits = [*items[:4], RecordEvent(COMPUTE, 1), HostWait(1), *items[4:]]
+    waits = [*items[:4], tape.RecordEvent(COMPUTE, 1), tape.HostWait(1), *items[4:]]
     assert run(*waits, stored=40).peak_held == 140
     # Without `record_stream`, the memory returns to its stream at once.
     assert run(items[0], *items[2:], stored=40).peak_held == 140
     # A block that existed at the beginning can be released.
-    assert run(Free(7, 40), kernel(1), *items[:1], stored=40).peak_held == 100
+    assert run(tape.Free(7, 40), kernel(1), *items[:1], stored=40).peak_held == 100

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -28,14 +28,7 @@ from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.live_bytes import LiveBytes
 from spec_tests.models.sharding import grid
-from spec_tests.subject import (
-    BackwardPrefetch,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ModuleWrapPolicy,
-    ShardingStrategy,
-    trace,
-)
+from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, trace
 
 LOW, FULL = torch.bfloat16, torch.float32
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
@@ -90,9 +83,7 @@ JOB = Job(units=[[MATRIX, MATRIX]] * 4, root=[MATRIX], num_shards=2)
         (1000, 1024, (16000, 4011, 2013, 15.6)),
     ],
 )
-def test_the_table_of_the_zero_paper_is_reproduced(
-    billions: float, num_ranks: int, gigabytes: tuple[float, ...]
-) -> None:
+def test_the_table_of_the_zero_paper(billions: float, num_ranks: int, gigabytes: tuple[float, ...]) -> None:
     ours = [papers.zero_bytes(billions * BILLION, num_ranks, stage) / BILLION for stage in (0, 1, 2, 3)]
     # The paper prints three or four digits.
     assert ours == pytest.approx(gigabytes, rel=5e-3, abs=5e-3)
@@ -104,16 +95,6 @@ def test_ddp_keeps_sixteen_bytes_for_each_parameter_in_full_precision() -> None:
     assert papers.model_states(7 * BILLION, parameter=4, gradient=4, optimizer=8) == 112 * BILLION
     replicated = cost_of(Job(units=[[(7, BILLION)]], strategy="NO_SHARD", num_replicas=8))
     assert replicated.after_backward == 112 * BILLION
-
-
-@pytest.mark.spec("COST-09", "COST-03")
-def test_seven_billion_parameters_on_eight_ranks_store_an_eighth_and_need_more_than_that() -> None:
-    blocks = Job(units=[[(250_000, 1000)]] * 28, num_shards=8)
-    priced = cost_of(blocks)
-    assert priced.after_backward == 14 * BILLION
-    # The peak adds two gathered blocks of 1 GB, a gradient of 1 GB and its reduction to the 14 GB.
-    assert priced.peak > 14 * BILLION
-    assert cost_of(replace(blocks, activations=BILLION)).peak_forward == priced.peak_forward + BILLION
 
 
 @pytest.mark.spec("COST-02", "COST-03")
@@ -157,20 +138,6 @@ def test_cross_host_bytes_of_the_fsdp_paper_are_reproduced_and_its_slip_is_shown
     assert papers.hybrid_cross_host_as_printed(model, num_ranks, per_host) == pytest.approx(0.234, abs=5e-4)
     # Each ring between the two hosts has two ranks, not sixteen.
     assert papers.hybrid_cross_host(model, num_ranks, per_host) == 0.125
-
-
-@pytest.mark.spec("COST-06")
-def test_strategies_send_two_or_three_times_the_bytes_of_the_model() -> None:
-    units = [[(1000, 1000)]] * 3
-    unit = 4 * 3_000_000 * 7 / 8
-    sent = {
-        "NO_SHARD": Job(units=units, strategy="NO_SHARD", num_replicas=8),
-        "FULL_SHARD": Job(units=units, num_shards=8),
-        "SHARD_GRAD_OP": Job(units=units, strategy="SHARD_GRAD_OP", num_shards=8),
-    }
-    assert {name: sum(cost_of(job).sent.values()) / unit for name, job in sent.items()} == pytest.approx(
-        {"NO_SHARD": 2, "FULL_SHARD": 3, "SHARD_GRAD_OP": 2}
-    )
 
 
 @pytest.mark.spec("COST-07", "COST-08")
@@ -250,9 +217,9 @@ def wrapped(job: Job) -> Any:
             model,
             grid() if "HYBRID" in job.strategy else None,
             ShardingStrategy[job.strategy],
-            auto_wrap_policy=ModuleWrapPolicy({Pair}),
-            mixed_precision=MixedPrecision(job.compute, job.reduce, job.buffer),
-            backward_prefetch=BackwardPrefetch.BACKWARD_PRE if job.backward_prefetch else None,
+            auto_wrap_policy=subject.ModuleWrapPolicy({Pair}),
+            mixed_precision=subject.MixedPrecision(job.compute, job.reduce, job.buffer),
+            backward_prefetch=subject.BackwardPrefetch.BACKWARD_PRE if job.backward_prefetch else None,
             forward_prefetch=job.forward_prefetch,
         )
     if not job.overlaps:
@@ -265,9 +232,7 @@ def fused_adam(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, fused=True)
 
 
-def one_step(
-    model: Any, optimizer: torch.optim.Optimizer, job: Job, weigh: Callable[[str], None] = lambda phase: None
-) -> None:
+def one_step(model: Any, optimizer: torch.optim.Optimizer, job: Job, weigh: Any = lambda phase: None) -> None:
     """A training step. Calls ``weigh(name)`` at the end of each phase."""
     optimizer.zero_grad()
     gc.collect()
@@ -442,7 +407,7 @@ def test_activations_of_later_units_are_freed_before_backward() -> None:
 @ranks(4)
 def test_uneven_units_store_their_padding_and_no_more() -> None:
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
-    sharded = FullyShardedDataParallel(model.to(device()), auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    sharded = FullyShardedDataParallel(model.to(device()), auto_wrap_policy=subject.ModuleWrapPolicy({nn.Linear}))
     stored = sum(p.untyped_storage().nbytes() for p in sharded.parameters())
     job = Job(units=[[(5, 3), (5,)], [(1, 5), (1,)]], num_shards=4, optimizer=0)
     assert stored == cost_of(job).stored == 4 * (5 + 2)
@@ -536,12 +501,14 @@ def test_the_allocator_has_the_calculated_memory_between_steps_and_at_the_peak(s
     model = FullyShardedDataParallel(
         Tower(WIDE, has_root=False).to(device()),
         sharding_strategy=ShardingStrategy[strategy],
-        auto_wrap_policy=ModuleWrapPolicy({Pair}),
+        auto_wrap_policy=subject.ModuleWrapPolicy({Pair}),
     )
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     for _ in range(3):
         memory().reset_peak_memory_stats()
-        _step_on_accelerator(model, optimizer)
+        model(torch.ones(1, WIDE, device=device())).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     memory().synchronize()
     assert memory().memory_allocated() - before == pytest.approx(cost_of(job).stored, abs=4 * MIB)
     if device().type == "cuda" and strategy in SHARDED:
@@ -550,42 +517,8 @@ def test_the_allocator_has_the_calculated_memory_between_steps_and_at_the_peak(s
         assert cost_of(job).peak - unit / 2 <= peak <= cost_of(job).peak + unit + 4 * MIB
 
 
-@pytest.mark.gpu
-@pytest.mark.spec("COST-04")
-@ranks(1)
-def test_a_unit_that_is_larger_than_the_memory_does_not_fit_and_its_parts_do() -> None:
-    unit = 16 * WIDE * WIDE * 4
-    total = torch.cuda.get_device_properties(device()).total_memory
-    stored = unit
-    _allocate_workspaces(torch.float16)
-    torch.cuda.empty_cache()
-    # Enough memory for the shard, its gradient and a few of the parts, but not for two more copies of the whole unit.
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 2.6 * stored) / total)
-    low = MixedPrecision(param_dtype=torch.float16)
-    try:
-        with pytest.raises(torch.OutOfMemoryError):
-            _step_on_accelerator(FullyShardedDataParallel(_deep(), mixed_precision=low), None)
-        gc.collect()
-        torch.cuda.empty_cache()
-        parts = FullyShardedDataParallel(_deep(), mixed_precision=low, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
-        _step_on_accelerator(parts, None)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
-
-
 def _allocate_workspaces(dtype: torch.dtype = torch.float32) -> None:
     """Allocates the workspaces of cuBLAS, one in this thread and one in that of backward: 64 MiB on an H200."""
     layer = nn.Linear(WIDE, WIDE, device=device(), dtype=dtype)
     layer(torch.ones(1, WIDE, device=device(), dtype=dtype, requires_grad=True)).sum().backward()
     memory().synchronize()
-
-
-def _deep() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(WIDE, WIDE, bias=False) for _ in range(16))).to(device())
-
-
-def _step_on_accelerator(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
-    model(torch.ones(1, WIDE, device=device())).sum().backward()
-    if optimizer is not None:
-        optimizer.step()
-        optimizer.zero_grad()

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
 import xml.etree.ElementTree as ET
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,24 +15,16 @@ from torch.distributed.tensor import DTensor, Shard
 
 import minifsdp
 from minifsdp import explain
-from minifsdp.fsdp1.wrapper import Wrapper
-from minifsdp.fsdp2.fsdp_state import states_in
 from minifsdp_tools.explain import Explanation
+from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.models import MODELS
-from spec_tests.models.apis import ALL_APIS, FULLY_SHARD, ORIGINALS, Api, all_apis, both_apis
+from spec_tests.models.apis import ALL_APIS, FULLY_SHARD, ORIGINALS, Api, all_apis
 from spec_tests.models.modules import UNITS, Block, Nested, NormedBlock, Stack, Tied, chain, seeded
 from spec_tests.models.running import iterate
 from spec_tests.models.sharding import grid_mesh, line_mesh, sharded, wrapped
 from spec_tests.models.torch_names import ShardPlacementResult
-from spec_tests.subject import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ModuleWrapPolicy,
-    fully_shard,
-    trace,
-)
+from spec_tests.subject import FullyShardedDataParallel, fully_shard, trace
 
 
 def kinds(found: Explanation) -> list[str]:
@@ -67,16 +55,6 @@ def test_explain_on_one_rank_does_not_change_training(api: Api) -> None:
 
 @pytest.mark.spec("EXPLAIN-01")
 @ranks(2)
-def test_explain_does_not_initialize_the_root() -> None:
-    model, in_place = wrapped(seeded()), sharded(seeded())
-    explain(model)
-    explain(in_place)
-    assert all(wrapper._root_state is None for wrapper in Wrapper.fsdp_modules(model))
-    assert all(state.root_state is None for _, state in states_in(in_place))
-
-
-@pytest.mark.spec("EXPLAIN-01")
-@ranks(2)
 def test_explain_gives_the_same_result_for_unsharded_parameters() -> None:
     model = sharded(seeded())
     before = str(explain(model))
@@ -86,19 +64,6 @@ def test_explain_gives_the_same_result_for_unsharded_parameters() -> None:
     before = str(explain(flat))
     with FullyShardedDataParallel.summon_full_params(flat):
         assert str(explain(flat)) == before
-
-
-@pytest.mark.spec("EXPLAIN-03")
-@pytest.mark.parametrize("chosen", [(), (0,), (0, 1, 2, 3)], ids=["none", "one", "all"])
-@both_apis
-@ranks(2)
-def test_reductions_overlap_in_the_prediction_if_any_unit_overlaps(api: Api, chosen: tuple[int, ...]) -> None:
-    model = api.shard()
-    blocks = getattr(model, "module", model).blocks
-    minifsdp.set_reduction_overlap(model, False)
-    for index in chosen:
-        minifsdp.set_reduction_overlap(blocks[index], True)
-    assert explain(model).job.overlaps is bool(chosen)
 
 
 # ---- shards of each rank --------------------------------------------------------------------------------------------
@@ -143,7 +108,7 @@ def test_units_have_their_names_their_sizes_and_their_dtypes(api: Api) -> None:
 @pytest.mark.spec("EXPLAIN-02")
 @ranks(2)
 def test_explain_shows_all_gather_bytes() -> None:
-    for model in (wrapped(chain(), mixed_precision=MixedPrecision(torch.bfloat16)), sharded(seeded())):
+    for model in (wrapped(chain(), mixed_precision=subject.MixedPrecision(torch.bfloat16)), sharded(seeded())):
         reported = {unit.name: unit.gathered_bytes for unit in explain(model).units}
         with trace.record() as recorder:
             model(torch.ones(1, 3 if "0" in reported else 6, device=device()))
@@ -203,17 +168,6 @@ def test_explain_predicts_units_of_plain_model(kind: str) -> None:
 
 
 @pytest.mark.spec("EXPLAIN-05")
-@both_apis
-@ranks(2)
-def test_explain_plans_remaining_params_like_existing_units(api: Api) -> None:
-    model, precision = seeded(), {"param_dtype": torch.bfloat16}
-    for number, block in enumerate(model.blocks):
-        model.blocks[number] = api.unit(block, precision=precision)
-    planned = explain(model)
-    assert_planned_as_made(planned, explain(api.unit(model, precision=precision)))
-
-
-@pytest.mark.spec("EXPLAIN-05")
 @pytest.mark.pure
 def test_without_ranks_a_model_can_be_planned_for_any_number() -> None:
     with torch.device("meta"):
@@ -244,7 +198,7 @@ def test_unit_with_most_of_the_model_gives_a_warning() -> None:
 @ranks(2)
 def test_sixty_percent_is_the_limit_for_a_dominant_unit(sizes: tuple[int, int], expected: list[str]) -> None:
     model = nn.Sequential(*(nn.Linear(size, 1, bias=False) for size in sizes)).to(device())
-    wrapper = FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
+    wrapper = FullyShardedDataParallel(model, auto_wrap_policy=subject.ModuleWrapPolicy({nn.Linear}))
     assert kinds(explain(wrapper)) == expected
 
 
@@ -340,20 +294,20 @@ def test_batch_norm_in_low_precision_gives_a_warning() -> None:
         return [text for advice in found.warnings if advice.kind == "batch-norm" for text in advice.units]
 
     assert of() == []
-    assert of(mp_policy=MixedPrecisionPolicy(torch.bfloat16)) == ["0", "1"]
-    assert of(mp_policy=MixedPrecisionPolicy(None, torch.bfloat16)) == []
+    assert of(mp_policy=subject.MixedPrecisionPolicy(torch.bfloat16)) == ["0", "1"]
+    assert of(mp_policy=subject.MixedPrecisionPolicy(None, torch.bfloat16)) == []
 
 
 @pytest.mark.spec("EXPLAIN-10", "EXPLAIN-11")
 @ranks(2)
 def test_explain_does_not_warn_about_wrapped_batch_norm() -> None:
-    low = MixedPrecision(param_dtype=torch.bfloat16)
+    low = subject.MixedPrecision(param_dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match="BatchNorm1d"):
         model = wrapped(nn.Sequential(NormedBlock(), NormedBlock()).to(device()), mixed_precision=low)
     found = explain(model)
     assert "batch-norm" not in kinds(found)
     assert "0.norm has a different compute dtype, reduce dtype from most" in found.assumptions[0]
-    statistics = MixedPrecision(buffer_dtype=torch.float16)
+    statistics = subject.MixedPrecision(buffer_dtype=torch.float16)
     by_hand = FullyShardedDataParallel(NormedBlock().to(device()), mixed_precision=statistics)
     assert "batch-norm" in kinds(explain(by_hand))
 
@@ -418,21 +372,6 @@ def test_a_notebook_shows_tables_and_escapes_names() -> None:
     for advice in found.warnings:
         assert advice.cause in words
         assert advice.remedy in words
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "tools" / "explain.md"
-
-
-@pytest.mark.spec("EXPLAIN-12")
-@ranks(2)
-def test_examples_on_the_page_equal_the_printed_output() -> None:
-    blocks = re.findall(r"^```(python|text)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    (_, plain), (_, before), (_, shards), (_, after), *_ = blocks
-    names: dict[str, Any] = {}
-    for code, expected in [(plain, before), (shards, after)]:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            exec(code, names)
-        assert printed.getvalue() == expected
 
 
 @pytest.mark.spec("EXPLAIN-13")

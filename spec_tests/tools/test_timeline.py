@@ -73,12 +73,6 @@ def test_all_gather_adds_bytes_and_reshard_subtracts_them() -> None:
 # --- the picture ---
 
 
-def test_every_span_of_every_rank_becomes_one_box() -> None:
-    kinds = [kind for kind, *_ in boxes(svg([step_of_two_units(), step_of_two_units()]))]
-
-    assert {kind: kinds.count(kind) for kind in set(kinds)} == {"AG": 6, "F": 4, "B": 4, "RS": 4}
-
-
 def test_left_edge_and_width_of_a_box_are_proportional_to_time() -> None:
     found = boxes(svg([step_of_two_units()], width=1128))  # 104 + 24 of margin leave 1000 pixels for 100 ms.
 
@@ -94,34 +88,12 @@ def test_overlapping_boxes_are_in_different_rows() -> None:
         assert all(end <= start + 0.6 for (_, end), (start, _) in pairwise(row))
 
 
-@pytest.mark.parametrize(("width", "form"), [(600, "F stage{0}.block{1}"), (430, "F block{1}"), (300, "F {1}")])
-def test_label_is_shortened_to_the_number_of_a_block(width: int, form: str) -> None:
-    events = [Event("F", f"stage{n // 2}.block{n}", n, n + 1.0) for n in range(4)]
-
-    assert [label for *_, label in boxes(svg([events], width=width))] == [form.format(n // 2, n) for n in range(4)]
-
-
-def test_box_is_pale_after_the_arrival_of_its_data() -> None:
-    all_gather = Event("AG", "0", 1.0, 1.1, 8, (0, 1), torch.float32, "gather", 1.06)
-    picture = ET.fromstring(svg([[all_gather]], width=1128, seconds=0.1))
-    pale = [rect for rect in picture.iter(f"{SVG}rect") if rect.get("class") == "there"]
-    assert [(rect.get("x"), rect.get("width")) for rect in pale] == [("704.0", "399.5")]
-    assert any("pale" in text for text in texts(svg([[all_gather]])))
-    assert not any("pale" in text for text in texts(svg([step_of_two_units()])))
-
-
 def test_origins_shift_later_rank_and_change_caption() -> None:
     picture = svg([step_of_two_units(50.0), step_of_two_units(7.02)], origins=[50.0, 7.0], width=1328)
     lefts = [left for kind, left, *_ in boxes(picture) if kind == "AG"]
 
     assert lefts[3] - lefts[0] == pytest.approx(200.0, abs=0.2)  # 20 of 120 ms on 1200 pixels.
     assert any("barrier" in text for text in texts(picture))
-
-
-def test_as_many_origins_as_ranks_are_required() -> None:
-    for draw in (svg, chrome_trace):
-        with pytest.raises(ValueError, match="2 ranks but 1 origins"):
-            draw([[], []], origins=[0.0])
 
 
 def test_reshards_have_marks_and_waits_of_the_rate_limiter_have_bars() -> None:
@@ -155,30 +127,10 @@ def test_names_are_escaped() -> None:
     assert "<&>" in texts(picture)
 
 
-def test_picture_contains_no_script_and_no_external_resources() -> None:
-    picture = svg([step_of_two_units()])
-
-    assert "script" not in picture
-    assert "href" not in picture
-    assert "url(" not in picture
-    assert picture.count("http") == 1  # The namespace of SVG.
-
-
 @pytest.mark.parametrize("events", [[], [[]], [[], [Event("FREE", "0", 3.0, 3.0, 8)]]])
 def test_a_recording_with_nothing_in_it_still_gives_a_valid_picture(events: list[list[Event]]) -> None:
     assert ET.fromstring(svg(events)).tag == f"{SVG}svg"
     json.dumps(chrome_trace(events))
-
-
-def test_description_gives_the_order_of_events_in_words() -> None:
-    desc = ET.fromstring(svg([step_of_two_units(), []])).find(f"{SVG}desc")
-
-    assert desc is not None
-    assert desc.text == (
-        "Order on rank 0: all-gather root, forward root, all-gather blocks.0, forward blocks.0, free blocks.0, "
-        "backward root, all-gather blocks.0, backward blocks.0, free blocks.0, reduce-scatter blocks.0, free root, "
-        "reduce-scatter root."
-    )
 
 
 # --- the trace ---
