@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,8 +13,7 @@ from minifsdp.checks.collective_log import log
 from minifsdp.engine.exchange import exchange, groups_of
 from minifsdp.engine.mesh import Group, MeshGroups
 from spec_tests.checkpoint.checkpoints import flat_or_original, make, train, trained, wrapped
-from spec_tests.harness import ranks
-from spec_tests.harness.programs import output_of_ranks
+from spec_tests.harness import device, rank_among_fake_ranks, ranks
 from spec_tests.models.sharding import grid
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import ShardingStrategy
@@ -116,23 +114,10 @@ def test_state_dict_call_on_one_rank_does_not_affect_the_next_steps(keep: bool) 
 
 
 @pytest.mark.spec("SD-FULL-08")
-def test_simulation_needs_no_agreement(tmp_path: Path) -> None:
-    """One process that acts as rank 0 of four can still save and load; its all-gathered values are meaningless."""
-    script = tmp_path / "simulation.py"
-    script.write_text(SIMULATION)
-    output_of_ranks(script, num_ranks=1, environment={}, limit=60)
-
-
-SIMULATION = """
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-from minifsdp import FullyShardedDataParallel
-
-model = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
-assert list(model.state_dict()) == ["weight", "bias"]
-model.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
-assert torch.equal(next(model.parameters()).detach(), torch.ones(5))
-"""
+@rank_among_fake_ranks(4)
+def test_one_process_that_acts_as_rank_0_of_four_saves_and_loads() -> None:
+    """Its all-gathered values are meaningless."""
+    model = FSDP(torch.nn.Linear(4, 4), device_id=device())
+    assert list(model.state_dict()) == ["weight", "bias"]
+    model.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.ones(4)})
+    assert next(model.parameters()).tolist() == [1.0] * 5

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.optimizer import load_sharded_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from spec_tests import subject
-from spec_tests.checkpoint.checkpoints import OPTIMIZERS, flat_or_original, make, quiet, set_form, train, wrapped
+from spec_tests.checkpoint.checkpoints import (
+    OPTIMIZERS,
+    flat_or_original,
+    make,
+    quiet,
+    set_form,
+    train,
+    trained,
+    wrapped,
+)
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, loss_of
@@ -110,6 +122,39 @@ def test_a_run_resumes_with_all_its_states(saving: str, loading: str, form: str,
     assert_same(full_values(resumed.model), full_values(run.model), bitwise=True)
 
 
+def states_of(model: FSDP, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {"model": model.state_dict(), "optim": FSDP.optim_state_dict(model, optimizer)}
+
+
+@pytest.mark.spec("SD-SHARD-04", "OSD-LOAD-03")
+@pytest.mark.parametrize("reads_states_apart", [False, True])
+@flat_or_original
+@ranks(2)
+def test_fresh_optimizer_continues_bitwise(keep: bool, reads_states_apart: bool, tmp_path: Path) -> None:
+    """A fresh optimizer has no states to load into: its states are read separately, or made by a step."""
+    model, optimizer = trained(use_orig_params=keep)
+    again, restored = trained(steps=0, seed=7, use_orig_params=keep)
+    for each in (model, again):
+        set_form(each, "sharded")
+    if not reads_states_apart:
+        for parameter in again.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        restored.step()
+    loaded = states_of(again, restored)
+    with quiet():
+        dcp.save(states_of(model, optimizer), checkpoint_id=tmp_path)
+        if reads_states_apart:
+            reader = dcp.FileSystemReader(tmp_path)
+            loaded = {"model": loaded["model"]}
+            dcp.load(loaded, checkpoint_id=tmp_path)
+            loaded |= load_sharded_optimizer_state_dict(loaded["model"], "optim", reader)
+        else:
+            dcp.load(loaded, checkpoint_id=tmp_path)
+    again.load_state_dict(loaded["model"])
+    FSDP.optim_state_dict_to_load(again, restored, loaded["optim"], load_directly=True)
+    assert train(again, restored, [5, 6]) == train(model, optimizer, [5, 6])
+
+
 # --- frozen parameters ---
 
 
@@ -178,9 +223,9 @@ def test_a_frozen_flat_unit_needs_no_states_of_parameters_that_were_frozen_befor
     restored.load_state_dict(FSDP.optim_state_dict_to_load(again, restored, saved))
     train(again, restored, [1])
     found, expected = FSDP.optim_state_dict(again, restored)["state"], saved["state"]
-    trained = {name for name in expected if "second." not in name}
-    assert trained < expected.keys()
-    assert {name for name in found if found[name]["step"] == 2} == trained
+    of_others = {name for name in expected if "second." not in name}
+    assert of_others < expected.keys()
+    assert {name for name in found if found[name]["step"] == 2} == of_others
 
 
 # --- modules that rename their keys, and matrices in column-major order ---

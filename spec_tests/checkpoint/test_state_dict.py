@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
+import io
 from typing import Any
 
 import pytest
@@ -181,6 +182,21 @@ def test_values_that_are_read_late_are_loaded_or_refused(keep: bool) -> None:
     assert all(torch.equal(state[name], value) for name, value in wanted.items())
     with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
         model.load_state_dict({**wanted, "0.weight": ReadLate(torch.ones(2, 2))})
+
+
+@pytest.mark.spec("SD-SHARD-05")
+@ranks(2)
+def test_torch_save_on_one_rank_writes_only_its_shards() -> None:
+    model = sharded(plain_model())
+    set_form(model, "dtensor")
+    rows = {name: value for name, value in model.state_dict().items() if isinstance(value, DTensor)}
+    stored = io.BytesIO()
+    torch.save({name: value.to_local() for name, value in rows.items()}, stored)
+    stored.seek(0)
+    mine = sum(value.numel() for value in torch.load(stored).values())
+    of_all_ranks = torch.tensor(mine)
+    dist.all_reduce(of_all_ranks)
+    assert mine < of_all_ranks == sum(value.numel() for value in rows.values())
 
 
 @pytest.mark.spec("SD-SHARD-07", "SD-LOCAL-02")

@@ -14,7 +14,6 @@ from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
-import minifsdp
 from spec_tests.checkpoint import checkpoints
 from spec_tests.checkpoint.checkpoints import assert_same_state, flat_or_original, make, quiet, train, trained, wrapped
 from spec_tests.checkpoint.refusals import caught_warnings
@@ -24,7 +23,7 @@ from spec_tests.models.running import Wire
 from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, NO_SHARD, grid, grid_mesh
 from spec_tests.models.values import assert_same, full_values
 from spec_tests.subject import FullyShardedDataParallel as FSDP
-from spec_tests.subject import ModuleWrapPolicy, OptimStateKeyType
+from spec_tests.subject import ModuleWrapPolicy, OptimStateKeyType, ShardedOptimStateDictConfig, StateDictType
 
 OLD_AND_NEW = {
     "full_optim_state_dict": "optim_state_dict",
@@ -87,29 +86,23 @@ def test_full_optim_state_dict_equals_optim_state_dict_on_rank_0_or_all_ranks(ke
 
 @pytest.mark.spec("OSD-SHD-01", "OSD-FLAT-01", "NEW-01")
 @pytest.mark.parametrize("use_dtensor", [None, False, True])
-@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize("strategy", [FULL_SHARD, HYBRID_SHARD])
 @flat_or_original
 @ranks(4)
-def test_sharded_dict_with_a_mesh_has_the_types_of_torch(keep: bool, hybrid: bool, use_dtensor: bool | None) -> None:
-    options = {"use_orig_params": keep, "device_mesh": grid_mesh() if hybrid else grid_mesh()["shard"]}
-    kinds = []
-    for library in (minifsdp, torch_fsdp):
-        wrapper: Any = library.FullyShardedDataParallel
-        strategy = library.ShardingStrategy["HYBRID_SHARD" if hybrid else "FULL_SHARD"]
-        model = wrapper(make(), sharding_strategy=strategy, device_id=device(), **options)
-        optimizer = adam(model)
-        train(model, optimizer, [0])
-        with quiet():
-            if use_dtensor is not None:
-                config = library.ShardedOptimStateDictConfig(_use_dtensor=use_dtensor)
-                wrapper.set_state_dict_type(model, library.StateDictType.SHARDED_STATE_DICT, None, config)
-            state = wrapper.sharded_optim_state_dict(model, optimizer)["state"]
-            if library is minifsdp:
-                loadable = wrapper.flatten_sharded_optim_state_dict({"state": state}, model, optimizer)
-                assert_same_state(loadable["state"], optimizer.state_dict()["state"])
-        kinds.append({name: {key: type(value) for key, value in of.items()} for name, of in state.items()})
-    assert kinds[0] == kinds[1]
-    assert kinds[0]["head.weight"]["exp_avg"] is (DTensor if use_dtensor else ShardedTensor)
+def test_a_sharded_dict_with_a_mesh_has_sharded_tensors_unless_configured(
+    keep: bool, strategy: Any, use_dtensor: bool | None
+) -> None:
+    """As in torch."""
+    mesh = grid_mesh() if strategy is HYBRID_SHARD else grid_mesh()["shard"]
+    model, optimizer = trained(use_orig_params=keep, sharding_strategy=strategy, device_mesh=mesh)
+    if use_dtensor is not None:
+        config = ShardedOptimStateDictConfig(_use_dtensor=use_dtensor)
+        FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, None, config)
+    state = old("sharded_optim_state_dict", model, optimizer)
+    for entries in state["state"].values():
+        assert isinstance(entries["exp_avg"], DTensor if use_dtensor else ShardedTensor)
+    loadable = old("flatten_sharded_optim_state_dict", state, model, optimizer)
+    assert_same_state(loadable["state"], optimizer.state_dict()["state"])
 
 
 @pytest.mark.spec("OSD-FULL-05", "LEGACY-12")

@@ -141,10 +141,6 @@ def get_optimizer(run: Run, other: Run, options: StateDictOptions) -> Any:
     return functions.get_optimizer_state_dict(*run, options=options)
 
 
-def get_both(run: Run, other: Run, options: StateDictOptions) -> Any:
-    return functions.get_state_dict(*run, options=options)
-
-
 def get_a_unit(run: Run, other: Run, options: StateDictOptions) -> Any:
     return functions.get_model_state_dict(run[0], submodules={run[0][0]}, options=options)
 
@@ -168,24 +164,9 @@ def set_model(run: Run, other: Run, options: StateDictOptions) -> Any:
     return [list(result.missing_keys), list(result.unexpected_keys), values_of(other[0])]
 
 
-def set_part_of_model(run: Run, other: Run, options: StateDictOptions) -> Any:
-    state = saved(get_model, run, options)
-    for name in [name for name in state if name.startswith("0.")]:
-        state["unknown." + name] = state.pop(name)
-    result = functions.set_model_state_dict(other[0], state, options=options)
-    return [sorted(result.missing_keys), sorted(result.unexpected_keys), values_of(other[0])]
-
-
 def set_optimizer(run: Run, other: Run, options: StateDictOptions) -> Any:
     state = given(saved(get_optimizer, run, options), options)
     functions.set_optimizer_state_dict(*other, state, options=options)
-    train(*other, 2)
-    return values_of(other[0])
-
-
-def set_both(run: Run, other: Run, options: StateDictOptions) -> Any:
-    weights, states = saved(get_both, run, options)
-    functions.set_state_dict(*other, model_state_dict=weights, optim_state_dict=states, options=options)
     train(*other, 2)
     return values_of(other[0])
 
@@ -224,13 +205,10 @@ ROWS: list[tuple[Call, list[dict[str, Any]]]] = [
     (get_a_unit, [{}, WITHOUT_PREFIX]),
     (get_a_part_of_a_unit, [{}, WITHOUT_PREFIX]),
     (get_optimizer, [{}, FULL, ON_CPU, FROM_RANK_0]),
-    (get_both, [{}, UNFROZEN | FULL]),
     (set_model, [{}, FULL, ON_CPU, FROM_RANK_0, UNFROZEN | {"strict": False}]),
-    (set_part_of_model, [{"strict": False}]),
     (set_optimizer, [{}, FULL, ON_CPU, FROM_RANK_0]),
-    (set_both, [{}, FULL]),
 ]
-OF_OPTIMIZERS = (get_optimizer, get_both, set_optimizer, set_both)
+OF_OPTIMIZERS = (get_optimizer, set_optimizer)
 
 
 @pytest.mark.spec("PROG-98")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
-import os
 import re
 import subprocess
 import sys
@@ -111,16 +110,6 @@ def test_check_prints_requirements_and_stores_progress(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "progress.json").read_text())["solved"] == [6]
 
 
-@pytest.mark.spec("LEARN-03")
-def test_changed_file_of_equal_size_and_time_is_read_again(tmp_path: Path) -> None:
-    path = tmp_path / "01_flatten.py"
-    for value in (1, 2):
-        path.write_text(f"def shard_range(self, index):\n    return {value}\n")
-        os.utime(path, (1_000_000_000, 1_000_000_000))
-        assert load(path).shard_range(None, 0) == value
-    assert [*tmp_path.iterdir()] == [path]
-
-
 @pytest.mark.spec("LEARN-06")
 def test_loop_without_an_end_is_stopped_and_its_line_named(verdicts: Verdicts) -> None:
     verdict = verdicts[4, "a loop that does not end"]
@@ -147,14 +136,3 @@ def test_page_names_functions_and_commands(exercise: Exercise) -> None:
         assert needed in text
     assert exercise.file_name in text
     assert exercise.page in exercise.stub
-
-
-@pytest.mark.spec("LEARN-03")
-def test_requirements_of_checks_are_in_the_specification() -> None:
-    known = set(
-        re.findall(r"^\| ([A-Z0-9]+(?:-[A-Z]+)*-\d+) \|", (ROOT / "docs" / "spec.md").read_text(), re.MULTILINE)
-    )
-    named = {name for e in exercises() for check in e.checks for name in check.requirements.split(", ")}
-    assert named <= known
-    assert [exercise.number for exercise in exercises()] == [*range(1, 11)]
-    assert all(len(exercise.hints) == 3 for exercise in exercises())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -24,8 +23,9 @@ from minifsdp_tools.simulate.setup import Setup
 from minifsdp_tools.simulate.shapes import shape_of
 from minifsdp_tools.simulate.tape import Collective, HostWait, Kernel, UseOn
 from spec_tests.harness import ranks
-from spec_tests.harness.programs import output_of_ranks
-from spec_tests.simulate.small import KINDS, SMALL, WIDTH, small, tower_setup
+from spec_tests.models.apis import FULLY_SHARD, ORIGINALS, Api
+from spec_tests.simulate.small import KINDS, SMALL, WIDTH, Pair, small, tower_module, tower_setup
+from spec_tests.subject import ShardingStrategy, trace
 
 ROOT = Path(__file__).parents[2]
 SLOW = Network(ranks_per_machine=4, within=1e9, between=1e8)
@@ -38,18 +38,25 @@ def seconds(recording: Recording) -> float:
 # ---- the engine's own order and waits -------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def recorded(api: Api, strategy: str) -> list[str]:
+    """The order of events in a recording, made by a process that has no process group."""
+    setup = tower_setup("fsdp1" if api is ORIGINALS else "fsdp2", strategy, num_ranks=4)
+    return [f"{event.kind} {event.unit}" for event in record(setup).events if event.kind in KINDS]
+
+
+@pytest.mark.cpu
 @pytest.mark.spec("SIMULATE-01")
-@pytest.mark.parametrize(
-    ("strategy", "num_ranks"),
-    [("FULL_SHARD", 2), ("SHARD_GRAD_OP", 2), ("HYBRID_SHARD", 4), ("_HYBRID_SHARD_ZERO2", 4)],
-)
-@pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
-def test_recorded_order_is_that_of_ranks_that_communicate(api: str, strategy: str, num_ranks: int) -> None:
-    script = Path(__file__).with_name("real_step.py")
-    environment = {"PYTHONPATH": str(ROOT)}
-    printed = output_of_ranks(script, api, strategy, num_ranks=num_ranks, environment=environment, limit=120.0)
-    events = record(tower_setup(api, strategy, num_ranks)).events
-    assert [f"{event.kind} {event.unit}" for event in events if event.kind in KINDS] == json.loads(printed)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
+@pytest.mark.parametrize("api", [ORIGINALS, FULLY_SHARD], ids=str)
+@ranks(4)
+def test_recorded_order_is_that_of_ranks_that_communicate(api: Api, strategy: str, recorded: list[str]) -> None:
+    model = api.shard(tower_module(), unit_classes=(Pair,), strategy=ShardingStrategy[strategy])
+    for _ in range(2):
+        with trace.record() as recorder:
+            model(torch.ones(1, WIDTH)).sum().backward()
+        model.zero_grad()
+    assert recorder.order(*KINDS) == recorded
 
 
 @pytest.mark.spec("SIMULATE-02")
