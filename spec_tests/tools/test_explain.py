@@ -19,7 +19,7 @@ from minifsdp_tools.explain import Explanation
 from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.models import MODELS
-from spec_tests.models.apis import ALL_APIS, FULLY_SHARD, ORIGINALS, Api, all_apis
+from spec_tests.models.apis import ALL_APIS, FULLY_SHARD, ORIGINALS, Api, all_apis, both_apis
 from spec_tests.models.modules import UNITS, Block, Nested, NormedBlock, Stack, Tied, chain, seeded
 from spec_tests.models.running import iterate
 from spec_tests.models.sharding import grid_mesh, line_mesh, sharded, wrapped
@@ -165,6 +165,17 @@ def test_explain_predicts_units_of_plain_model(kind: str) -> None:
     made = explain(fully_shard(model))
     assert_planned_as_made(planned, made)
     assert "not sharded yet" not in str(made)
+
+
+@pytest.mark.spec("EXPLAIN-05")
+@both_apis
+@ranks(2)
+def test_explain_plans_remaining_params_like_existing_units(api: Api) -> None:
+    model, precision = seeded(), {"param_dtype": torch.bfloat16}
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = api.unit(block, precision=precision)
+    planned = explain(model)
+    assert_planned_as_made(planned, explain(api.unit(model, precision=precision)))
 
 
 @pytest.mark.spec("EXPLAIN-05")
