@@ -72,7 +72,6 @@ def test_a_function_that_a_later_torch_adds_is_an_error_unless_the_users_class_h
     assert models[1].set_something_new(True) == "the user's, True"
 
 
-@pytest.mark.pure
 @pytest.mark.spec("NEW-26")
 def test_every_public_function_of_torch_s_wrapper_is_one_of_ours() -> None:
     names = [name for name in functions_of(torch_fsdp.FullyShardedDataParallel) if not name.startswith("_")]

@@ -50,14 +50,12 @@ def test_both_sides_of_hybrid_entry_train_alike(name: str) -> None:
     assert "equal losses" in outcome(name)
 
 
-@pytest.mark.pure
 def test_table_has_every_migration_requirement() -> None:
     wanted = set(re.findall(r"^\| (MIG-\d+) \|", (REPOSITORY / "docs" / "spec.md").read_text(), re.MULTILINE))
     assert wanted
     assert {number for row in ROWS.values() for number in row.ids} == wanted
 
 
-@pytest.mark.pure
 def test_program_runs_under_a_launcher() -> None:
     said = output_of_ranks(SCRIPT, num_ranks=4, environment={"OMP_NUM_THREADS": "1"})
     for row in ROWS.values():

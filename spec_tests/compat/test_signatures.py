@@ -44,14 +44,12 @@ def rows_of_the_page() -> set[tuple[str, str]]:
 
 @pytest.mark.spec("NAMES-13", "CTOR-01", "SHARD-01", "MP-01", "OFF-01", "SD-CFG-02", "SUMMON-01", "OSD-01")
 @pytest.mark.spec("OSD-LOAD-01", "FS2-01", "FS2-20", "FS2-27", "MIG-21", "NEW-06", "NEW-17", "NEW-18")
-@pytest.mark.pure
 def test_every_difference_from_the_installed_torch_is_a_row_of_the_page() -> None:
     explained, found = rows_of_the_page(), set(differences().items())
     assert sorted(found - explained) == [], "add a row to docs/api.md, or remove the difference"
     assert sorted(explained - found) == [], "there is no such difference, remove the row of docs/api.md"
 
 
-@pytest.mark.pure
 def test_the_comparison_finds_missing_names_and_other_defaults() -> None:
     names = {prefix + name for prefix, path, _ in MODULES for name in names_of(importlib.import_module(path))}
     assert {"FullyShardedDataParallel", "wrap._or_policy", "_fully_shard.Comm", "state_dict.get_state_dict"} <= names
@@ -60,7 +58,6 @@ def test_the_comparison_finds_missing_names_and_other_defaults() -> None:
     assert differences_of("x", lambda a, b: None, lambda b, a: None) == {"x": "in another order"}
 
 
-@pytest.mark.pure
 @pytest.mark.spec("CTOR-01")
 def test_a_wrong_argument_is_an_error_that_names_the_class() -> None:
     made: Any = FullyShardedDataParallel
@@ -70,7 +67,6 @@ def test_a_wrong_argument_is_an_error_that_names_the_class() -> None:
         made()
 
 
-@pytest.mark.pure
 def test_the_submodules_are_reachable_after_importing_the_package() -> None:
     for path in ("api", "fully_sharded_data_parallel", "sharded_grad_scaler", "wrap"):
         assert getattr(minifsdp, path) is importlib.import_module(f"minifsdp.{path}")

@@ -19,8 +19,6 @@ from minifsdp_tools.learn.exercises import Exercise, exercises
 from minifsdp_tools.learn.grader import grade, load
 from spec_tools.learn.grading import PACKAGE, SOLUTION, STUB, wrong_solutions
 
-pytestmark = pytest.mark.pure
-
 ROOT = Path(__file__).parents[2]
 EXERCISES = {exercise.name: exercise for exercise in exercises()}
 each_exercise = pytest.mark.parametrize("exercise", EXERCISES.values(), ids=EXERCISES)

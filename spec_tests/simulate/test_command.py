@@ -23,8 +23,6 @@ from minifsdp_tools.simulate.setup import Setup
 from minifsdp_tools.simulate.shapes import Shape
 from spec_tests.simulate.small import SMALL, small
 
-pytestmark = pytest.mark.pure
-
 ROOT = Path(__file__).parents[2]
 SIZES = "layers=2,width=64,heads=4,vocabulary=100,sequence=32"
 NETWORK = Network(ranks_per_machine=4)

@@ -20,8 +20,6 @@ from minifsdp_tools.simulate.tape import Collective, Kernel
 from spec_tests.simulate.small import SMALL
 from spec_tests.subject import trace
 
-pytestmark = pytest.mark.pure
-
 # A rate of 1 for everything, so that operations, bytes and seconds are the same numbers.
 PLAIN: dict[str, Any] = {"matmul": 1.0, "matmul32": 1.0, "bandwidth": 1.0, "memory": 1e9, "efficiency": 1.0}
 PLAIN |= {"bandwidth_efficiency": 1.0, "kernel": 0.0, "host_operator": 0.0, "host_collective": 0.0, "host_event": 0.0}

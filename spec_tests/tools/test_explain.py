@@ -179,7 +179,6 @@ def test_explain_plans_remaining_params_like_existing_units(api: Api) -> None:
 
 
 @pytest.mark.spec("EXPLAIN-05")
-@pytest.mark.pure
 def test_without_ranks_a_model_can_be_planned_for_any_number() -> None:
     with torch.device("meta"):
         model = Stack()
@@ -386,7 +385,6 @@ def test_a_notebook_shows_tables_and_escapes_names() -> None:
 
 
 @pytest.mark.spec("EXPLAIN-13")
-@pytest.mark.pure
 def test_explain_refuses_unsupported_input() -> None:
     with pytest.raises(TypeError, match=r"expects an nn.Module, got an object of type list"):
         explain([Stack()])  # type: ignore[arg-type]

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from minifsdp.trace import Event
 from minifsdp_tools.timeline import chrome_trace, gathered_bytes, peak_gathered_bytes, svg
 
-pytestmark = pytest.mark.pure
-
 SVG = "{http://www.w3.org/2000/svg}"
 MILLI = 1e-3
 
