@@ -92,7 +92,7 @@ def test_the_limiting_resource_is_named() -> None:
 
 
 @pytest.mark.spec("SIMULATE-14")
-def test_prediction_from_few_layers_is_close_to_the_simulation_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prediction_from_few_layers_is_close_to_the_simulation_of_all() -> None:
     shape = Shape(12, 256, 4, 1000, sequence=512)
     base, card = Setup(shape, 8, micro_batch=4), CARDS["A100-40"]
     few = [replay(record(replace(base, model=replace(shape, layers=n))), card, NETWORK) for n in (2, 4)]
