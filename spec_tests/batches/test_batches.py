@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import minifsdp
 from minifsdp import batches
@@ -19,21 +17,21 @@ from minifsdp.checks.collective_log import log
 from minifsdp.engine.comm_streams import CommStream
 from minifsdp.engine.mesh import Group
 from spec_tests.harness import device, ranks
-from spec_tests.models.values import assert_same, full_gradients
-from spec_tests.subject import FullyShardedDataParallel as FSDP
-from spec_tests.subject import ShardingStrategy, fully_shard
+from spec_tests.models.apis import Api, both_apis
+from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD
+from spec_tests.models.values import assert_same
 
 WIDTH = 5
-APIS = ("wrapper", "function")
 
 
-@pytest.mark.spec("BATCH-01")
+@pytest.mark.spec("BATCH-01", "BATCH-05")
 @ranks(2)
 def test_all_ranks_end_when_the_first_rank_has_no_more_data() -> None:
-    mine = range(3 if dist.get_rank() == 0 else 5)
-    assert list(minifsdp.while_all_have_data(mine)) == [0, 1, 2]
-    # No message is pending, so the next loop starts normally.
-    assert list(minifsdp.while_all_have_data("ab")) == ["a", "b"]
+    mine = range(3 if dist.get_rank() == 0 else 7)
+    with pytest.warns(UserWarning, match=r"4 on rank 1"):
+        assert list(minifsdp.while_all_have_data(mine, count_left=True)) == [0, 1, 2]
+    # No message is pending, so the next loop starts normally, without a warning.
+    assert list(minifsdp.while_all_have_data("ab", count_left=True)) == ["a", "b"]
     assert list(minifsdp.while_all_have_data([] if dist.get_rank() else [1])) == []
 
 
@@ -85,15 +83,6 @@ def test_watchdog_detects_wait_for_accelerator() -> None:
 
 @pytest.mark.spec("BATCH-04")
 @ranks(2)
-def test_all_ranks_may_break_out() -> None:
-    for batch in minifsdp.while_all_have_data(range(5)):
-        if batch == 2:
-            break
-    assert list(minifsdp.while_all_have_data("xy")) == ["x", "y"]
-
-
-@pytest.mark.spec("BATCH-04")
-@ranks(2)
 def test_a_loop_that_ends_early_waits_for_the_all_reduce_in_flight() -> None:
     fetch, in_flight = batches._fetch, []
 
@@ -109,17 +98,7 @@ def test_a_loop_that_ends_early_waits_for_the_all_reduce_in_flight() -> None:
             if batch == 2:
                 break
     assert in_flight == []
-
-
-@pytest.mark.spec("BATCH-05")
-@ranks(2)
-def test_leftover_batches_are_counted_on_request() -> None:
-    mine = range(3 if dist.get_rank() == 0 else 7)
-    with pytest.warns(UserWarning, match=r"4 on rank 1"):
-        assert list(minifsdp.while_all_have_data(mine, count_left=True)) == [0, 1, 2]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        list(minifsdp.while_all_have_data(range(2), count_left=True))
+    assert list(minifsdp.while_all_have_data("xy")) == ["x", "y"]
 
 
 @pytest.mark.spec("BATCH-01")
@@ -145,94 +124,56 @@ def tokens_of(rank: int, part: int = 0) -> Tensor:
 
 
 def loss_sum(model: nn.Module, tokens: Tensor) -> Tensor:
-    total: Tensor = model(tokens).square().sum()
-    return total
+    return model(tokens).square().sum()
 
 
-def sharded(api: str, is_hybrid: bool) -> Any:
-    model = net()
-    names = ("replicate", "shard") if is_hybrid else None
-    mesh = init_device_mesh(device().type, (2, 2) if is_hybrid else (dist.get_world_size(),), mesh_dim_names=names)
-    if api == "function":
-        return fully_shard(model, mesh=mesh)
-    strategy = ShardingStrategy.HYBRID_SHARD if is_hybrid else ShardingStrategy.FULL_SHARD
-    return FSDP(model, device_mesh=mesh, sharding_strategy=strategy, device_id=device(), use_orig_params=True)
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    if not isinstance(model, FSDP):
-        return full_gradients(model)
-    with FSDP.summon_full_params(model, with_grads=True):
-        return {name: p.grad.clone() for name, p in model.module.named_parameters() if p.grad is not None}
-
-
-def expected(num_parts: int) -> dict[str, Tensor]:
-    """The gradients of a single process that uses all tokens."""
-    model = net()
-    tokens = torch.cat([tokens_of(rank, part) for rank in range(dist.get_world_size()) for part in range(num_parts)])
+def sharded(api: Api) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model, and the gradients of a single process that uses all tokens of both parts."""
+    model, num_ranks = net(), dist.get_world_size()
+    tokens = torch.cat([tokens_of(rank, part) for rank in range(num_ranks) for part in range(2)])
     (loss_sum(model, tokens) / len(tokens)).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    strategy = HYBRID_SHARD if num_ranks == 4 else FULL_SHARD
+    return api.shard(net(), strategy=strategy), gradients
 
 
 @pytest.mark.spec("BATCH-06")
-@pytest.mark.parametrize("api", APIS)
+@both_apis
 @ranks(2)
-def test_a_token_counts_the_same_on_each_rank(api: str) -> None:
-    model = sharded(api, is_hybrid=False)
-    mine = tokens_of(dist.get_rank())
-    loss = minifsdp.token_weighted(loss_sum(model, mine), len(mine))
-    loss.backward()
-    assert_same(gradients(model), expected(1), bitwise=False)
-
-
-@pytest.mark.spec("BATCH-06")
-@pytest.mark.parametrize("api", APIS)
-@ranks(4)
-def test_token_weighted_gradients_are_correct_with_replicas(api: str) -> None:
-    model = sharded(api, is_hybrid=True)
-    mine = tokens_of(dist.get_rank())
-    minifsdp.token_weighted(loss_sum(model, mine), torch.tensor(len(mine), device=device())).backward()
-    assert_same(gradients(model), expected(1), bitwise=False)
-
-
-@pytest.mark.spec("BATCH-07")
-@pytest.mark.parametrize("api", APIS)
-@ranks(2)
-def test_token_scale_with_micro_batches_is_that_of_the_step(api: str) -> None:
-    model = sharded(api, is_hybrid=False)
-    parts = [tokens_of(dist.get_rank(), part) for part in range(2)]
-    scale = minifsdp.token_scale(sum(map(len, parts)))
-    for part in parts:
-        (loss_sum(model, part) * scale.to(device())).backward()
-    assert_same(gradients(model), expected(2), bitwise=False)
-
-
-@pytest.mark.spec("BATCH-07")
-@ranks(2)
-def test_token_scale_is_zero_without_tokens() -> None:
-    assert minifsdp.token_scale(0).item() == 0.0
-    assert minifsdp.token_scale(dist.get_rank() * 3).item() == pytest.approx(2 / 3)
+def test_a_token_counts_the_same_on_each_rank(api: Api) -> None:
+    model, expected = sharded(api)
+    mine = torch.cat([tokens_of(dist.get_rank(), part) for part in range(2)])
+    minifsdp.token_weighted(loss_sum(model, mine), len(mine)).backward()
+    assert_same(api.gradients(model), expected, bitwise=False)
 
 
 @pytest.mark.spec("BATCH-06", "BATCH-07")
+@both_apis
+@ranks(4)
+def test_tokens_of_micro_batches_count_the_same_with_replicas(api: Api) -> None:
+    model, expected = sharded(api)
+    parts = [tokens_of(dist.get_rank(), part) for part in range(2)]
+    scale = minifsdp.token_scale(torch.tensor(sum(map(len, parts)), device=device()))
+    for part in parts:
+        (loss_sum(model, part) * scale.to(device())).backward()
+    assert_same(api.gradients(model), expected, bitwise=False)
+
+
+@pytest.mark.spec("BATCH-07")
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float64])
 @ranks(2)
-def test_the_callers_number_of_tokens_does_not_change(dtype: torch.dtype) -> None:
-    num_tokens, loss = torch.tensor(3, dtype=dtype, device=device()), torch.ones((), device=device())
-    minifsdp.token_scale(num_tokens)
-    minifsdp.token_weighted(loss, num_tokens)
-    assert (num_tokens.item(), loss.item()) == (3, 1)
+def test_token_scale_is_zero_without_tokens_and_keeps_the_callers_tensor(dtype: torch.dtype) -> None:
+    assert minifsdp.token_scale(0).item() == 0.0
+    mine = torch.tensor(3 * dist.get_rank(), dtype=dtype, device=device())
+    assert minifsdp.token_scale(mine).item() == pytest.approx(2 / 3)
+    assert mine.item() == 3 * dist.get_rank()
 
 
 @pytest.mark.spec("BATCH-08")
 @ranks(2)
 def test_mean_of_means_has_documented_error() -> None:
     # Rank 0 has one token with loss 8. Rank 1 has three tokens with losses 2, 2 and 2.
-    losses = [[8.0], [2.0, 2.0, 2.0]]
-    mine = torch.tensor(losses[dist.get_rank()], device=device())
-    mean = mine.mean().reshape(1)
-    dist.all_reduce(mean)
-    assert (mean / 2).item() == 5.0
-    right = minifsdp.token_weighted(mine.sum(), len(mine)).reshape(1)
-    dist.all_reduce(right)
-    assert (right / 2).item() == 3.5
+    mine = torch.tensor([8.0] if dist.get_rank() == 0 else [2.0, 2.0, 2.0], device=device())
+    both = torch.stack([mine.mean(), minifsdp.token_weighted(mine.sum(), len(mine))])
+    dist.all_reduce(both)
+    assert (both / 2).tolist() == [5.0, 3.5]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,47 +39,29 @@ class Tall(nn.Module):
         return self.head(self.blocks(x))
 
 
-def unit_shapes() -> list[list[torch.Size]]:
-    """The shapes of the parameters of each unit."""
-    with torch.device("meta"):
-        model = Tall()
-    return [[parameter.shape for parameter in unit.parameters()] for unit in (*model.blocks, model.head)]
-
-
 def checkpoint(num_ranks: int) -> Checkpoint:
     """The formulas for the checkpoint of the model and its Adam."""
-    return Checkpoint(unit_shapes(), num_ranks)
+    with torch.device("meta"):
+        model = Tall()
+    shapes = [[parameter.shape for parameter in unit.parameters()] for unit in (*model.blocks, model.head)]
+    return Checkpoint(shapes, num_ranks)
 
 
-def shard(api: str, model: nn.Module, units: Iterable[nn.Module], group: dist.ProcessGroup | None = None) -> Any:
-    """Shards each of ``units`` and the rest of the model."""
+def trained(api: str, group: dist.ProcessGroup | None = None) -> tuple[Any, torch.optim.Optimizer]:
+    """The sharded model and its optimizer after a step with the same batch on all ranks."""
+    model = seeded(Tall)
     if api == "fully_shard":
         mesh = None if group is None else DeviceMesh.from_group(group, device().type)
-        for unit in units:
-            fully_shard(unit, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-    policy = ModuleWrapPolicy({type(unit) for unit in units})
-    return FullyShardedDataParallel(
-        model, process_group=group, auto_wrap_policy=policy, use_orig_params=api == "original"
-    )
-
-
-def trained(api: str, steps: int = 1) -> tuple[Any, torch.optim.Optimizer]:
-    """The sharded model and its optimizer after some steps."""
-    model = seeded(Tall)
-    model = shard(api, model, list(model.blocks))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    else:
+        policy, keep = ModuleWrapPolicy({Pair}), api == "original"
+        model = FullyShardedDataParallel(model, group, auto_wrap_policy=policy, use_orig_params=keep)
     # Without `foreach`, a step needs no memory for all parameters at once.
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01, foreach=False)
-    for number in range(steps):
-        train(model, optimizer, number)
-    return model, optimizer
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, number: int) -> float:
-    """One step with the same batch on all ranks. Returns the loss."""
-    dice = torch.Generator().manual_seed(number)
-    loss = model(torch.randn(2, WIDTH, generator=dice).to(device())).square().mean()
-    loss.backward()
+    dice = torch.Generator().manual_seed(0)
+    model(torch.randn(2, WIDTH, generator=dice).to(device())).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss.detach())
+    return model, optimizer

@@ -14,88 +14,100 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from spec_tests import subject
-from spec_tests.checkpoint.checkpoints import fully_sharded, make, quiet, train_alike, wrapped
+from spec_tests.checkpoint.checkpoints import fully_sharded, make, quiet, train, wrapped
 from spec_tests.harness import device, ranks
-from spec_tests.models.sharding import grid
+from spec_tests.models.sharding import HYBRID_SHARD
 from spec_tests.models.values import assert_same, full_values
-from spec_tests.subject import ShardingStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 APIS = ("flat", "original", "fully_shard")
-SIZES = (4, 2, 3, 4)
-CHANGING_SIZE, WITH_REPLICAS = pytest.mark.spec("PROG-90"), pytest.mark.spec("PROG-91")
+CHANGING_SIZE = pytest.mark.spec("PROG-90", "FS2-SD-11", "SD-SHARD-04", "OSD-LOAD-08")
+WITH_REPLICAS = pytest.mark.spec("PROG-91", "HYB-10")
 
 
-def sharded(api: str, group: dist.ProcessGroup, hybrid: str, seed: int) -> nn.Module:
-    """The model on the ranks of ``group``, with replicas if ``hybrid`` is not empty."""
+def sharded(api: str, group: dist.ProcessGroup, hybrid: str, mesh: DeviceMesh | None, seed: int) -> nn.Module:
+    """The model on the ranks of ``group``; with ``mesh``, as replicas."""
     model = make(seed)
-    names = ("replicate", "shard")
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=names) if hybrid == "mesh" else None
     if api == "fully_shard":
-        mesh = DeviceMesh.from_group(group, device().type) if mesh is None else mesh
-        return fully_sharded(model, mesh)
+        return fully_sharded(model, mesh or DeviceMesh.from_group(group, device().type))
     options: dict[str, Any] = {"process_group": group}
-    if hybrid:
-        options = {"device_mesh": mesh} if hybrid == "mesh" else {"process_group": grid()}
-        options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
+    if mesh is not None:
+        groups = mesh.get_group("shard"), mesh.get_group("replicate")
+        options = {"device_mesh": mesh} if hybrid == "mesh" else {"process_group": groups}
+        options["sharding_strategy"] = HYBRID_SHARD
     return wrapped(model, use_orig_params=api == "original", **options)
 
 
-def move(model: nn.Module, optimizer: Any, form: str, path: Path, group: dist.ProcessGroup, *, loads: bool) -> None:
-    """Saves to or loads from ``path``."""
-    with quiet():
-        if form == "distributed":
-            weights, states = subject.get_state_dict(model, optimizer)
-            both = {"model": weights, "optimizer": states}
-            if not loads:
-                dcp.save(both, checkpoint_id=path, process_group=group)
-                return
-            dcp.load(both, checkpoint_id=path, process_group=group)
-            options = StateDictOptions()
-        elif not loads:
-            options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-            weights, states = subject.get_state_dict(model, optimizer, options=options)
-            both = {"model": weights, "optimizer": states}
-            if dist.get_rank() == 0:
-                torch.save(both, path)
-            return
-        else:
-            both = torch.load(path, weights_only=True)
-            options = StateDictOptions(full_state_dict=True)
-        subject.set_state_dict(
-            model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"], options=options
-        )
+def save(model: nn.Module, optimizer: Any, form: str, path: Path, group: dist.ProcessGroup) -> None:
+    options = StateDictOptions(full_state_dict=form == "full", cpu_offload=form == "full")
+    weights, states = subject.get_state_dict(model, optimizer, options=options)
+    both = {"model": weights, "optimizer": states}
+    if form == "distributed":
+        dcp.save(both, checkpoint_id=path, process_group=group)
+    elif dist.get_rank() == 0:
+        torch.save(both, path)
+
+
+def load(model: nn.Module, optimizer: Any, form: str, path: Path, group: dist.ProcessGroup) -> None:
+    if form == "distributed":
+        weights, states = subject.get_state_dict(model, optimizer)
+        both = {"model": weights, "optimizer": states}
+        dcp.load(both, checkpoint_id=path, process_group=group)
+    else:
+        both = torch.load(path, weights_only=True)
+    options = StateDictOptions(full_state_dict=form == "full")
+    subject.set_state_dict(
+        model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"], options=options
+    )
+
+
+def all_values(model: nn.Module, optimizer: Any) -> list[Any]:
+    """The full parameters and states of the optimizer. All ranks of the model must call it."""
+    options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    weights, states = subject.get_state_dict(model, optimizer, options=options)
+    values = (weights | states).items()
+    return [(name, value.tolist()) for name, value in values if isinstance(value, torch.Tensor)]
 
 
 @pytest.mark.parametrize(
-    ("api", "form", "hybrid"),
+    ("api", "form", "hybrid", "sizes"),
     [
-        *(pytest.param(api, form, "", marks=CHANGING_SIZE) for api in APIS for form in ("full", "distributed")),
-        *(pytest.param(api, "distributed", "mesh", marks=WITH_REPLICAS) for api in APIS),
-        pytest.param("flat", "full", "groups", marks=WITH_REPLICAS),
+        *(pytest.param(api, "full", "", (4, 2, 3, 4), marks=CHANGING_SIZE) for api in APIS),
+        *(pytest.param(api, "distributed", "", (4, 2, 3, 4), marks=CHANGING_SIZE) for api in APIS),
+        *(pytest.param(api, "distributed", "mesh", (4, 2, 3, 4), marks=WITH_REPLICAS) for api in APIS),
+        pytest.param("original", "distributed", "", (4, 1, 4), marks=CHANGING_SIZE),
+        pytest.param("flat", "full", "groups", (4, 2, 4), marks=WITH_REPLICAS),
+        pytest.param("flat", "distributed", "groups", (4, 2, 4), marks=WITH_REPLICAS),
+        *(pytest.param(api, "distributed", "", (8, 2, 4), marks=pytest.mark.spec("SCALE-06")) for api in APIS),
     ],
 )
-@ranks(4)
-def test_checkpoints_go_from_four_ranks_to_two_to_three_and_back(
-    api: str, form: str, hybrid: str, tmp_path: Path
+@ranks(8, timeout=150.0)
+def test_checkpoints_go_from_one_number_of_ranks_to_another(
+    api: str, form: str, hybrid: str, sizes: tuple[int, ...], tmp_path: Path
 ) -> None:
     plain = make().to(device())
     oracle = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    before: list[Any] = []
     # With replicas, four ranks have two copies, and fewer ranks have one.
-    for turn, size in enumerate(SIZES):
+    for turn, size in enumerate(sizes):
         group = dist.new_group(list(range(size)))
-        with_replicas, steps = hybrid if size == 4 else "", range(2 * turn, 2 * turn + 2)
-        if with_replicas == "groups":
-            grid()
+        mesh = None
+        if hybrid and size == 4:
+            mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
         if dist.get_rank() < size:
-            model = sharded(api, group, with_replicas, seed=turn)
+            model = sharded(api, group, hybrid, mesh, seed=turn)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01 if turn == 0 else 1.0)
             if turn:
-                move(model, optimizer, form, tmp_path / str(turn - 1), group, loads=True)
-                assert_same(full_values(model), dict(plain.named_parameters()))
-            train_alike(model, optimizer, steps)
-        train_alike(plain, oracle, steps)
+                with quiet():
+                    load(model, optimizer, form, tmp_path / str(turn - 1), group)
+                    assert all_values(model, optimizer) == before
+            train(model, optimizer, [2 * turn, 2 * turn + 1], ranks=[0])
+        train(plain, oracle, [2 * turn, 2 * turn + 1], ranks=[0])
         if dist.get_rank() < size:
             assert_same(full_values(model), dict(plain.named_parameters()))
-            move(model, optimizer, form, tmp_path / str(turn), group, loads=False)
-        dist.barrier()
+            with quiet():
+                save(model, optimizer, form, tmp_path / str(turn), group)
+                before = all_values(model, optimizer)
+        box = [before]
+        dist.broadcast_object_list(box)
+        before = box[0]

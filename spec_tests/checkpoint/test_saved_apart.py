@@ -8,55 +8,29 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from minifsdp.checkpoint.tensors import memory_of
-from spec_tests.checkpoint.checkpoints import FULL, LOCAL, SHARDED, flat_or_original
+from spec_tests.checkpoint.checkpoints import flat_or_original, local_part, set_form
 from spec_tests.harness import device, ranks
-from spec_tests.models.sharding import FLAT_STRATEGIES
-from spec_tests.subject import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalStateDictConfig,
-    ModuleWrapPolicy,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    fully_shard,
-)
+from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD
 from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ModuleWrapPolicy, fully_shard
 
-every_strategy = pytest.mark.parametrize("strategy", FLAT_STRATEGIES, ids=lambda strategy: strategy.name)
-FORMS = {
-    "full": (FULL, FullStateDictConfig()),
-    "full-offloaded": (FULL, FullStateDictConfig(offload_to_cpu=True)),
-    "sharded": (SHARDED, ShardedStateDictConfig()),
-    "sharded-offloaded": (SHARDED, ShardedStateDictConfig(offload_to_cpu=True)),
-    "dtensor": (SHARDED, ShardedStateDictConfig(_use_dtensor=True)),
-    "local": (LOCAL, LocalStateDictConfig()),
-    "local-offloaded": (LOCAL, LocalStateDictConfig(offload_to_cpu=True)),
-}
-
-OPTIMIZER_FORMS = {
-    "full": (FULL, FullOptimStateDictConfig(offload_to_cpu=False)),
-    "full-offloaded": (FULL, FullOptimStateDictConfig()),
-    "sharded": (SHARDED, ShardedOptimStateDictConfig(offload_to_cpu=False)),
-    "sharded-offloaded": (SHARDED, ShardedOptimStateDictConfig()),
-}
+every_strategy = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 
 
 class Net(nn.Module):
-    """A unit inside the root, buffers in both, and a layer that is ignored."""
+    """A unit inside the root, buffers in both, a row of a larger table as a buffer, and a layer that is ignored."""
 
     def __init__(self, linear: type[nn.Linear] = nn.Linear) -> None:
         super().__init__()
@@ -64,9 +38,12 @@ class Net(nn.Module):
         self.outer = linear(5, 5)
         self.plain = nn.Linear(5, 5)
         self.register_buffer("steps", torch.zeros(2))
+        self.table = torch.ones(100, 4, device=device())
+        self.register_buffer("row", self.table[2])
 
     def forward(self, x: Tensor) -> Tensor:
         self.steps += 1
+        self.row += 1
         return self.plain(self.outer(self.inner(x)).tanh())
 
 
@@ -75,7 +52,7 @@ def made(linear: type[nn.Linear] = nn.Linear) -> Net:
     return Net(linear).to(device())
 
 
-def wrapped(plain: Net, strategy: ShardingStrategy, keep: bool) -> tuple[FSDP, torch.optim.Optimizer]:
+def wrapped(plain: Net, strategy: Any = FULL_SHARD, keep: bool = False) -> tuple[FSDP, torch.optim.Optimizer]:
     policy = ModuleWrapPolicy({nn.Sequential})
     options = {"sharding_strategy": strategy, "use_orig_params": keep, "ignored_states": [plain.plain]}
     model = FSDP(plain, auto_wrap_policy=policy, **options)
@@ -91,11 +68,7 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def tensors(saved: Any) -> Iterator[Tensor]:
     """All tensors in a saved state; for sharded ones, this rank's shard."""
-    for leaf in tree_leaves(saved):
-        if isinstance(leaf, ShardedTensor):
-            yield from (shard.tensor for shard in leaf.local_shards())
-        elif isinstance(leaf, Tensor):
-            yield leaf.to_local() if isinstance(leaf, DTensor) else leaf
+    return (local_part(leaf) for leaf in tree_leaves(saved) if isinstance(leaf, Tensor))
 
 
 def picture(saved: Any) -> list[Tensor]:
@@ -111,79 +84,77 @@ def assert_no_views(saved: Any) -> None:
     assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors(saved))
 
 
-NOT_OF_A_UNIT = ("plain.weight", "inner.1.running_mean", "steps")
+OF_NO_UNIT = ("plain.weight", "inner.1.running_mean", "steps")
 
 
 def places(model: nn.Module) -> list[int]:
+    """The memory of the buffers and ignored parameters in `OF_NO_UNIT`."""
     plain = model.module
     return [t.untyped_storage().data_ptr() for t in (plain.plain.weight, plain.inner[1].running_mean, plain.steps)]
 
 
 @pytest.mark.spec("SD-FULL-07", "SD-SHARD-02", "SD-LOCAL-03", "SAVE-01")
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("form", ["full", "sharded", "dtensor", "local"])
 @every_strategy
 @flat_or_original
 @ranks(2)
-def test_state_dict_of_each_type_is_a_copy_and_does_not_change_the_model(
-    keep: bool, strategy: ShardingStrategy, form: str
-) -> None:
+def test_state_dict_is_a_copy_of_an_unchanged_model(keep: bool, strategy: Any, form: str, offload: bool) -> None:
     model, optimizer = wrapped(made(), strategy, keep)
     then = places(model)
+    set_form(model, form, offload_to_cpu=offload)
     step(model, optimizer)
-    with FSDP.state_dict_type(model, *FORMS[form]):
-        saved = model.state_dict()
-        before = picture(saved)
-        assert_no_views(saved)
-        assert {len(wrapper._forward_pre_hooks) for wrapper in FSDP.fsdp_modules(model)} == {0}
-        step(model, optimizer)
-        assert places(model) == then
-        assert not {saved[name].untyped_storage().data_ptr() for name in NOT_OF_A_UNIT} & set(then)
-        assert_unchanged(saved, before)
-        after = model.state_dict()
+    saved = model.state_dict()
+    before = picture(saved)
+    assert_no_views(saved)
+    step(model, optimizer)
+    assert_unchanged(saved, before)
+    assert not {saved[name].untyped_storage().data_ptr() for name in OF_NO_UNIT} & set(then)
+    # The save has neither moved the model's tensors nor added hooks.
+    assert places(model) == then
+    assert {len(wrapper._forward_pre_hooks) for wrapper in FSDP.fsdp_modules(model)} == {0}
+    after = model.state_dict()
     is_same = [key for key in saved if all(map(torch.equal, tensors(after[key]), tensors(saved[key])))]
     without_rows = [key for key in saved if not any(tensor.numel() for tensor in tensors(saved[key]))]
     assert is_same == without_rows, "everything else has changed in the model"
 
 
 @pytest.mark.spec("SD-FULL-07", "OSD-03", "OSD-04", "OSD-06", "OSD-LOAD-01")
-@pytest.mark.parametrize("form", OPTIMIZER_FORMS)
+@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize("form", ["full", "sharded"])
 @every_strategy
 @flat_or_original
 @ranks(2)
-def test_optimizer_state_dict_and_the_dict_to_load_are_copies(
-    keep: bool, strategy: ShardingStrategy, form: str
-) -> None:
+def test_optimizer_states_and_the_dict_to_load_are_copies(keep: bool, strategy: Any, form: str, offload: bool) -> None:
     model, optimizer = wrapped(made(), strategy, keep)
+    set_form(model, form, offload_to_cpu=offload)
     step(model, optimizer)
     for entries in optimizer.state.values():
-        entries["history"] = [torch.zeros(2, device=device()), {"seen": torch.zeros(1)}]
+        entries["history"] = deque([torch.zeros(2, device=device()), {"seen": torch.zeros(1)}], maxlen=3)
     optimizer.state["schedule"] = {"done": torch.zeros(3)}
-    kind, config = OPTIMIZER_FORMS[form]
-    with FSDP.state_dict_type(model, kind, None, config):
-        with pytest.warns(UserWarning, match="schedule"):
-            saved = FSDP.optim_state_dict(model, optimizer)
-        loadable = FSDP.optim_state_dict_to_load(model, optimizer, saved)
-    before, settings = picture(saved), copy.deepcopy(saved["param_groups"])
-    before_to_load, settings_to_load = picture(loadable), copy.deepcopy(loadable["param_groups"])
+    with pytest.warns(UserWarning, match="schedule"):
+        saved = FSDP.optim_state_dict(model, optimizer)
+    loadable = FSDP.optim_state_dict_to_load(model, optimizer, saved)
+    both = [saved, loadable]
+    before, settings = picture(both), copy.deepcopy([each["param_groups"] for each in both])
     train_with_new_settings(model, optimizer)
-    assert_unchanged(saved, before)
-    assert_unchanged(loadable, before_to_load)
-    assert (saved["param_groups"], loadable["param_groups"]) == (settings, settings_to_load)
+    assert_unchanged(both, before)
+    assert [each["param_groups"] for each in both] == settings
     # A program can load one dict twice, with training in between. This and changes to `loadable` do not affect `saved`.
+    before = picture(saved)
     optimizer.load_state_dict(loadable)
     train_with_new_settings(model, optimizer)
     for tensor in tensors(loadable):
         tensor.add_(1)
     loadable["param_groups"][0]["betas"][0] = 0.0
     assert_unchanged(saved, before)
-    assert saved["param_groups"] == settings
+    assert saved["param_groups"] == settings[0]
 
 
 def train_with_new_settings(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
     step(model, optimizer)
-    for entries in optimizer.state.values():
-        for tensor in tensors(entries):
-            tensor.add_(1)
+    for tensor in tensors(list(optimizer.state.values())):
+        tensor.add_(1)
     for group in optimizer.param_groups:
         group["betas"][0] += 0.01
         group["lr"] *= 2
@@ -204,13 +175,19 @@ class Outspoken(nn.Linear):
 @every_strategy
 @flat_or_original
 @ranks(2)
-def test_values_written_by_custom_state_code_stay_unchanged(keep: bool, strategy: ShardingStrategy) -> None:
+def test_values_written_by_custom_state_code_stay_unchanged(keep: bool, strategy: Any) -> None:
     plain = made(Outspoken)
     wanted = {key: copy.deepcopy(value) for key, value in plain.state_dict().items()}
     model, optimizer = wrapped(plain, strategy, keep)
-    add = lambda module, state, prefix, _: state.update({prefix + "hooked": module.weight.detach()[:, 0]})  # noqa: E731
-    model.module.outer.register_state_dict_post_hook(add)
-    model.register_state_dict_post_hook(lambda _, state, prefix, __: state.update({prefix + "all": [*plain.buffers()]}))
+
+    def add_column(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[prefix + "hooked"] = module.weight.detach()[:, 0]
+
+    def add_buffers(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[prefix + "all"] = [*plain.buffers()]
+
+    model.module.outer.register_state_dict_post_hook(add_column)
+    model.register_state_dict_post_hook(add_buffers)
     saved = model.state_dict()
     before = picture(saved)
     assert torch.equal(saved["outer.hooked"], wanted["outer.weight"][:, 0])
@@ -226,41 +203,39 @@ def test_values_written_by_custom_state_code_stay_unchanged(keep: bool, strategy
 @every_strategy
 @flat_or_original
 @ranks(2)
-def test_state_dict_of_summoned_model_is_a_copy_of_its_current_values(keep: bool, strategy: ShardingStrategy) -> None:
+def test_state_dict_of_summoned_model_is_a_copy_of_its_current_values(keep: bool, strategy: Any) -> None:
     model, optimizer = wrapped(made(Outspoken), strategy, keep)
     with FSDP.summon_full_params(model):
         for parameter in model.parameters():
             parameter.data.fill_(2.0)
         saved, inner = model.state_dict(), model.module.state_dict()
-    assert list(inner) == list(saved)
-    assert all(map(torch.equal, tensors(inner), tensors(saved)))
-    assert all(map(torch.equal, tensors(model.state_dict()), tensors(saved)))
+        before = picture(saved)
+        assert list(inner) == list(saved)
+        assert_unchanged(inner, before)
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                tensor.add_(1)
     assert saved["inner.0.weight"].tolist() == [[2.0] * 3] * 5
-    before = picture(saved)
-    with FSDP.summon_full_params(model), torch.no_grad():
-        saved_again = model.state_dict()
-        for tensor in [*model.parameters(), *model.buffers()]:
-            tensor.add_(1)
-    assert_unchanged(saved_again, before)
+    assert_unchanged(saved, before)
     step(model, optimizer)
-    assert_unchanged([saved, saved_again], before + before)
+    assert_unchanged(saved, before)
 
 
 def shared_names(saved: dict[str, Tensor], model: nn.Module) -> list[str]:
     """Names of the buffers and ignored parameters whose memory ``saved`` uses."""
-    return [name for name, place in zip(NOT_OF_A_UNIT, places(model), strict=True) if memory_of(saved[name]) == place]
+    return [name for name, place in zip(OF_NO_UNIT, places(model), strict=True) if memory_of(saved[name]) == place]
 
 
 @pytest.mark.spec("SAVE-01")
 @pytest.mark.parametrize("change", ["forward", "forward of an inner unit", "load"])
 @ranks(2)
 def test_saved_values_share_the_memory_of_an_idle_model_until_it_changes(change: str) -> None:
-    model, _ = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
-    other, _ = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
+    model, _ = wrapped(made())
+    other, _ = wrapped(made())
     saved, dropped, inner = model.state_dict(), model.state_dict(), model.module.inner.state_dict()
     before = picture([saved, inner])
     if device().type == "cpu":
-        assert shared_names(saved, model) == [*NOT_OF_A_UNIT]
+        assert shared_names(saved, model) == [*OF_NO_UNIT]
     del dropped
     if change == "forward":
         model(torch.ones(4, 3, device=device()))
@@ -276,15 +251,14 @@ def test_saved_values_share_the_memory_of_an_idle_model_until_it_changes(change:
 @pytest.mark.parametrize("moment", ["before backward", "before step", "summoned"])
 @ranks(2)
 def test_saved_values_are_copied_at_once_if_a_change_can_come_before_the_next_forward(moment: str) -> None:
-    model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
+    model, optimizer = wrapped(made())
     loss = model(torch.ones(4, 3, device=device())).sum()
-    if moment == "before backward":
+    if moment != "before backward":
+        loss.backward()
+    with FSDP.summon_full_params(model) if moment == "summoned" else contextlib.nullcontext():
         saved = model.state_dict()
+    if moment == "before backward":
         loss.backward()
-    else:
-        loss.backward()
-        with FSDP.summon_full_params(model) if moment == "summoned" else contextlib.nullcontext():
-            saved = model.state_dict()
     assert "plain.weight" not in shared_names(saved, model)
     before = picture(saved)
     optimizer.step()
@@ -315,44 +289,30 @@ class Views(nn.Module):
 
 
 @pytest.mark.spec("SAVE-01")
-@pytest.mark.parametrize("form", [form for form in FORMS if "offloaded" not in form])
+@pytest.mark.parametrize("form", ["full", "sharded", "dtensor", "local"])
 @pytest.mark.cpu  # shared memory
 @ranks(2)
 def test_views_and_shared_tensors_share_memory_after_a_save(form: str) -> None:
     plain = Views()
     model = FSDP(plain, ignored_states=[plain.table], device_id=torch.device("cpu"))
-    with FSDP.state_dict_type(model, *FORMS[form]):
-        saved = model.state_dict()
-        before = picture(saved)
-        assert saved["stats"].data_ptr() == saved["again"].data_ptr()
-        assert (saved["wave"].item(), saved["mirrored"].item()) == (1j, -1j)
-        assert memory_of(saved["table"]) != memory_of(plain.table), "another process can write to the table at any time"
-        # One copy for both names, and only the elements that an expanded buffer or a view has.
-        assert saved["wide"].untyped_storage().nbytes() == saved["first"].untyped_storage().nbytes() == 2 * 4
-        for _ in range(2):
-            model(torch.ones(4)).backward()
-        assert plain.stats.tolist() == [2, 2, 4, 4]
-        assert plain.first.data_ptr() == plain.stats.data_ptr() == plain.again.data_ptr()
-        assert plain.table.is_shared()
-        assert saved["stats"].data_ptr() == saved["again"].data_ptr(), "the forward has not made a second copy"
-        assert_unchanged(saved, before)
-        assert "temporary" not in saved
-        # torch cannot copy into an expanded buffer.
-        model.load_state_dict({key: value for key, value in saved.items() if key != "wide"}, strict=False)
+    set_form(model, form, offload_to_cpu=False)
+    saved = model.state_dict()
+    before = picture(saved)
+    assert "temporary" not in saved
+    assert (saved["wave"].item(), saved["mirrored"].item()) == (1j, -1j)
+    assert memory_of(saved["table"]) != memory_of(plain.table), "another process can write to the table at any time"
+    # One copy for both names, and only the elements that an expanded buffer or a view has.
+    assert saved["wide"].untyped_storage().nbytes() == saved["first"].untyped_storage().nbytes() == 2 * 4
+    for _ in range(2):
+        model(torch.ones(4)).backward()
+    assert plain.stats.tolist() == [2, 2, 4, 4]
+    assert plain.first.data_ptr() == plain.stats.data_ptr() == plain.again.data_ptr()
+    assert plain.table.is_shared()
+    assert saved["stats"].data_ptr() == saved["again"].data_ptr(), "the forward has not made a second copy"
+    assert_unchanged(saved, before)
+    # torch cannot copy into an expanded buffer.
+    model.load_state_dict({key: value for key, value in saved.items() if key != "wide"}, strict=False)
     assert plain.rest.tolist() == [0, 0]
-
-
-@pytest.mark.spec("SAVE-01")
-@ranks(2)
-def test_optimizer_hook_added_after_a_save_is_called_in_the_next_step() -> None:
-    model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
-    model(torch.randn(4, 3, device=device())).sum().backward()
-    saved, seen = model.state_dict(), []
-    hook = register_optimizer_step_pre_hook(lambda *_: seen.append(1))
-    optimizer.step()
-    hook.remove()
-    assert seen == [1]
-    assert saved
 
 
 @pytest.mark.spec("SD-FULL-07", "SAVE-01")
@@ -361,7 +321,7 @@ def test_sparse_buffers_and_buffers_computed_by_autograd_are_copied_without_a_wa
     plain = made()
     plain.register_buffer("sparse", torch.eye(2).to_sparse().to(device()))
     plain.register_buffer("computed", torch.ones(2, requires_grad=True, device=device()) * 3)
-    model, _ = wrapped(plain, ShardingStrategy.FULL_SHARD, keep=False)
+    model, _ = wrapped(plain)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         saved = model.state_dict()
@@ -371,29 +331,29 @@ def test_sparse_buffers_and_buffers_computed_by_autograd_are_copied_without_a_wa
 
 
 @pytest.mark.spec("SD-FULL-07")
+@pytest.mark.parametrize("form", ["full", "sharded", "dtensor", "local"])
 @every_strategy
 @flat_or_original
 @ranks(2)
-def test_keep_vars_returns_own_tensors_only_outside_units(keep: bool, strategy: ShardingStrategy) -> None:
+def test_keep_vars_returns_own_tensors_only_outside_units(keep: bool, strategy: Any, form: str) -> None:
     model, optimizer = wrapped(made(), strategy, keep)
-    of_no_unit = [name for name in made().state_dict() if "plain" in name or "run" in name or "num" in name]
-    of_units = []
-    for form in FORMS:
-        with FSDP.state_dict_type(model, *FORMS[form]):
-            saved = model.state_dict(keep_vars=True)
-        if "offloaded" not in form:
-            assert saved["plain.weight"] is model.module.plain.weight
-            assert saved["steps"] is model.module.steps
-        of_units.append({key: value for key, value in saved.items() if key not in [*of_no_unit, "steps"]})
+    set_form(model, form, offload_to_cpu=False)
+    saved = model.state_dict(keep_vars=True)
+    assert saved["plain.weight"] is model.module.plain.weight
+    assert saved["steps"] is model.module.steps
+    parameters = [name for name, _ in made().named_parameters()]
+    of_units = [value for name, value in saved.items() if name in parameters or "flat_param" in name]
+    of_units = [value for value in of_units if value is not saved["plain.weight"] and value is not saved["plain.bias"]]
     before = picture(of_units)
     step(model, optimizer)
+    assert of_units
     assert_unchanged(of_units, before)
 
 
 @pytest.mark.spec("SD-FULL-07")
 @ranks(2)
 def test_plain_outer_module_shares_its_own_tensors_with_the_state_dict_like_in_torch() -> None:
-    model, optimizer = wrapped(made(), ShardingStrategy.FULL_SHARD, keep=False)
+    model, optimizer = wrapped(made())
     around = nn.Sequential(model, nn.BatchNorm1d(5).to(device()))
     saved = around.state_dict()
     step(around, optimizer)

@@ -1,8 +1,9 @@
-"""Checkpoints as the number of ranks grows: files, bytes and memory are those of the formulas."""
+"""Checkpoints as the number of ranks grows: files, bytes and memory are those of the formulas. Asynchronous saves."""
 
 from __future__ import annotations
 
 import gc
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +18,18 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from spec_tests import subject
-from spec_tests.checkpoint.checkpoints import quiet
-from spec_tests.checkpoint.scale import WIDTH, checkpoint, trained
+from spec_tests.checkpoint.checkpoints import OPTIMIZERS, quiet, sharded
+from spec_tests.checkpoint.checkpoints import train as train_small
+from spec_tests.checkpoint.scale import APIS, WIDTH, checkpoint, trained
 from spec_tests.harness import ranks
 from spec_tests.live_bytes import LiveBytes
 from spec_tests.models.running import Wire
 from spec_tools.processes.checkpoint_sizes import Checkpoint, llama_70b
 
-pytestmark = [pytest.mark.cpu, pytest.mark.filterwarnings("ignore::FutureWarning")]
-each_api = pytest.mark.parametrize("api", ["flat", "fully_shard"])
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 # Step counters, and messages with which ranks compare their states. A second unit of unsharded values would exceed it.
 SLACK = 200_000
+LIMIT = 30.0
 
 
 def stored_by_file(path: Path) -> tuple[Counter[str], int]:
@@ -45,12 +47,18 @@ def stored_by_file(path: Path) -> tuple[Counter[str], int]:
     return stored, sum(len(entry.chunks) for entry in entries.values())
 
 
-def check_sharded(api: str, path: Path) -> None:
-    """Saves and loads on all ranks, and compares with the formulas."""
-    rank, num_ranks, is_flat = dist.get_rank(), dist.get_world_size(), api != "fully_shard"
+@pytest.mark.cpu
+@pytest.mark.spec("SCALE-01", "SCALE-02", "SCALE-03")
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+@pytest.mark.parametrize("api", ["flat", "fully_shard"])
+@ranks(8, timeout=150.0)
+def test_files_bytes_and_memory_of_a_sharded_checkpoint(api: str, num_ranks: int, tmp_path: Path) -> None:
+    group, rank, is_flat = dist.new_group(list(range(num_ranks))), dist.get_rank(), api != "fully_shard"
     expected = checkpoint(num_ranks)
+    if rank >= num_ranks:
+        return
     with quiet(), LiveBytes() as live:
-        model, optimizer = trained(api)
+        model, optimizer = trained(api, group)
         before = live.now()
         live.forget_peak()
         with Wire() as wire:
@@ -61,9 +69,10 @@ def check_sharded(api: str, path: Path) -> None:
         assert sent == pytest.approx(expected.sent_bytes(is_flat=is_flat))
         before = live.now()
         live.forget_peak()
+        both = {"model": weights, "optimizer": states}
         with Wire() as wire:
-            dcp.save({"model": weights, "optimizer": states}, checkpoint_id=path)
-            dcp.load({"model": weights, "optimizer": states}, checkpoint_id=path)
+            dcp.save(both, checkpoint_id=tmp_path, process_group=group)
+            dcp.load(both, checkpoint_id=tmp_path, process_group=group)
         assert wire.values == []
         # A rank reads one tensor of a file at a time.
         assert live.peak - before <= expected.largest_unit() + SLACK
@@ -71,40 +80,20 @@ def check_sharded(api: str, path: Path) -> None:
         live.forget_peak()
         subject.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
         assert live.peak - before == pytest.approx(expected.load_memory(rank, is_flat=is_flat), abs=SLACK)
-    stored, num_listed = stored_by_file(path)
-    assert len(list(path.iterdir())) == expected.num_files
+    stored, num_listed = stored_by_file(tmp_path)
+    assert len(list(tmp_path.iterdir())) == expected.num_files
     assert stored == {f"__{number}_0.distcp": expected.file_bytes(number) for number in range(num_ranks)}
     assert num_listed == expected.num_listed()
 
 
-@pytest.mark.spec("SCALE-01", "SCALE-02", "SCALE-03")
-@each_api
-@ranks(2)
-def test_two_ranks(api: str, tmp_path: Path) -> None:
-    check_sharded(api, tmp_path / "saved")
-
-
-@pytest.mark.spec("SCALE-01", "SCALE-02", "SCALE-03")
-@each_api
-@ranks(4)
-def test_four_ranks(api: str, tmp_path: Path) -> None:
-    check_sharded(api, tmp_path / "saved")
-
-
-@pytest.mark.spec("SCALE-01", "SCALE-02", "SCALE-03")
-@each_api
-@ranks(8, timeout=150.0)
-def test_eight_ranks(api: str, tmp_path: Path) -> None:
-    check_sharded(api, tmp_path / "saved")
-
-
-@pytest.mark.spec("SCALE-04")
-@each_api
+@pytest.mark.cpu
+@pytest.mark.spec("SCALE-04", "SD-FULL-06", "OSD-05", "OSD-SCAT-02")
+@pytest.mark.parametrize("api", APIS)
 @ranks(4)
 def test_only_rank_0_holds_full_state_dicts(api: str) -> None:
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    expected, is_first = checkpoint(num_ranks), rank == 0
-    dicts = expected.total_bytes() if is_first else 0
+    rank, is_wrapper = dist.get_rank(), api != "fully_shard"
+    expected = checkpoint(dist.get_world_size())
+    dicts = expected.total_bytes() if rank == 0 else 0
     with quiet(), LiveBytes() as live:
         model, optimizer = trained(api)
         before = live.now()
@@ -112,49 +101,90 @@ def test_only_rank_0_holds_full_state_dicts(api: str) -> None:
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         weights, states = subject.get_state_dict(model, optimizer, options=options)
         # With `fully_shard`, torch releases the results of its all-gathers later; three parameters have been observed.
-        most = expected.largest_unit() * (1 if api == "flat" else 3)
+        most = expected.largest_unit() * (1 if is_wrapper else 3)
         assert live.peak - before <= dicts + most + SLACK
         assert live.now() - before == pytest.approx(dicts, abs=SLACK)
         options, peaks = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True), []
         # With `fully_shard`, torch's function changes the dicts, so they can be loaded once.
-        for _ in range(3 if api == "flat" else 1):
+        for _ in range(3 if is_wrapper else 1):
             before = live.now()
             live.forget_peak()
             subject.set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states, options=options)
             peaks.append(live.peak - before)
         # The rank's own new averages, or its rows of the parameters; one unsharded unit, and rank 0's own part of it.
         own = expected.file_bytes(rank) * (expected.tensors - 1) // expected.tensors
-        unit = expected.largest_unit() * (num_ranks + 1) // num_ranks
+        unit = expected.largest_unit() * (dist.get_world_size() + 1) // dist.get_world_size()
         # The thread of gloo may release a tensor some time after its collective has ended.
         assert min(peaks) <= own + unit + SLACK
-    assert bool(weights) is is_first
+    assert bool(weights) is (rank == 0)
 
 
+@pytest.mark.cpu
 @pytest.mark.spec("SCALE-04")
 @ranks(4)
 def test_a_full_state_dict_from_rank_0_is_kept_as_rows() -> None:
     """Broadcast values are not created by operators, so the living tensors are counted."""
     model, _ = trained("flat")
     full = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    with quiet():
-        weights = subject.get_model_state_dict(model, options=full)
-        own = {id(value) for value in weights.values()}
-        sizes: list[int] = []
-        receive = dist.broadcast_object_list
+    weights = subject.get_model_state_dict(model, options=full)
+    own = {id(value) for value in weights.values()}
+    sizes: list[int] = []
+    receive = dist.broadcast_object_list
 
-        def counted(*arguments: Any, **options: Any) -> None:
-            receive(*arguments, **options)
-            living = [one for one in gc.get_objects() if type(one) is torch.Tensor and id(one) not in own]
-            # The model's own weights of this size are resharded, so their storages are empty.
-            sizes.append(sum(one.shape == (WIDTH, WIDTH) and one.untyped_storage().nbytes() > 0 for one in living))
+    def counted(*arguments: Any, **options: Any) -> None:
+        receive(*arguments, **options)
+        living = [one for one in gc.get_objects() if type(one) is torch.Tensor and id(one) not in own]
+        # The model's own weights of this size are resharded, so their storages are empty.
+        sizes.append(sum(one.shape == (WIDTH, WIDTH) and one.untyped_storage().nbytes() > 0 for one in living))
 
-        with mock.patch.object(dist, "broadcast_object_list", counted):
-            subject.set_model_state_dict(
-                model, weights, options=replace(full, cpu_offload=False, broadcast_from_rank0=True)
-            )
+    with quiet(), mock.patch.object(dist, "broadcast_object_list", counted):
+        options = replace(full, cpu_offload=False, broadcast_from_rank0=True)
+        subject.set_model_state_dict(model, weights, options=options)
     assert len(sizes) > len(list(model.parameters()))
     # Rank 0 sends its own tensors.
     assert max(sizes) == (0 if dist.get_rank() == 0 else 1)
+
+
+class HeldWriter(dcp.FileSystemWriter):
+    """Writes files only after ``may_write`` has been set. Sets ``has_begun`` when the save reaches its files."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.has_begun, self.may_write = threading.Event(), threading.Event()
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        self.has_begun.set()
+        assert self.may_write.wait(LIMIT), "the test did not allow the save to write"
+        return super().write_data(plan, planner)
+
+
+@pytest.mark.spec("SCALE-05")
+@pytest.mark.parametrize("api", APIS)
+@ranks(2)
+def test_training_continues_during_a_save_of_earlier_values(api: str, tmp_path: Path) -> None:
+    undisturbed, model, again = (sharded(api, seed) for seed in (0, 0, 1))
+    other, optimizer, restored = (OPTIMIZERS["adam"](each.parameters()) for each in (undisturbed, model, again))
+    expected = train_small(undisturbed, other, range(6))
+    losses = train_small(model, optimizer, [0, 1])
+    # The save communicates in a thread, so it needs a group of its own.
+    group, writer = dist.new_group(backend="gloo"), HeldWriter(tmp_path / "saved")
+    with quiet():
+        weights, states = subject.get_state_dict(model, optimizer)
+        both = {"model": weights, "optimizer": states}
+        saving = dcp.async_save(both, storage_writer=writer, process_group=group)
+    assert writer.has_begun.wait(LIMIT)
+    losses += train_small(model, optimizer, range(2, 5))
+    assert not saving.done()
+    writer.may_write.set()
+    saving.result(LIMIT)
+    assert losses == expected[:5]
+    with quiet():
+        weights, states = subject.get_state_dict(again, restored)
+        both = {"model": weights, "optimizer": states}
+        dcp.load(both, checkpoint_id=tmp_path / "saved")
+        subject.set_state_dict(again, restored, model_state_dict=weights, optim_state_dict=states)
+    # It continues from the step at which the save was called.
+    assert train_small(again, restored, range(2, 6)) == expected[2:]
 
 
 @pytest.mark.spec("SCALE-07")

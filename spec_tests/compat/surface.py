@@ -102,14 +102,6 @@ def words_of_call(function: Any) -> list[str]:
     return words + [f"attribute {name} = {attributes[name]}" for name in sorted(attributes)]
 
 
-def words_of_field(field: dataclasses.Field[Any]) -> str:
-    default = field.default
-    if default is dataclasses.MISSING:
-        made = field.default_factory
-        default = inspect.Parameter.empty if made is dataclasses.MISSING else made()
-    return f"{field.name}{words_of_default(default)}" + ("" if field.init else ", not an argument")
-
-
 def words_of_class(cls: type, other: Any) -> Iterator[str]:
     """The kind of a class, and its base classes that have a name in both libraries."""
     if issubclass(cls, enum.Enum):
@@ -117,18 +109,13 @@ def words_of_class(cls: type, other: Any) -> Iterator[str]:
         yield from (f"{member.name} = {member.value}" for member in cls)
     if dataclasses.is_dataclass(cls):
         yield "dataclass"
-        yield from (name for name, is_set in vars_of(cls.__dataclass_params__) if is_set is True and name != "init")
+        yield from (name for name in ("eq", "order", "frozen") if getattr(cls.__dataclass_params__, name))
     bases = {base.__name__: base for base in cls.__mro__[1:-1] if base.__name__ != cls.__name__}
     names = {base.__name__ for base in getattr(other, "__mro__", ())}
     for name, base in bases.items():
         # minifsdp has more base classes, which are internal.
         if name in names or not base.__module__.startswith("minifsdp") or hasattr(torch_fsdp, name):
             yield f"base {name}"
-
-
-def vars_of(parameters: Any) -> list[tuple[str, Any]]:
-    """The settings of a dataclass that programs can notice."""
-    return [(name, getattr(parameters, name)) for name in ("eq", "order", "frozen")]
 
 
 def attributes_of(cls: Any) -> set[str]:
@@ -139,28 +126,32 @@ def attributes_of(cls: Any) -> set[str]:
     return found if getattr(cls, "__name__", "") != "FSDPModule" else {n for n in found if not hasattr(nn.Module, n)}
 
 
-def facts_of_class(name: str, cls: type, other: Any) -> Iterator[tuple[str, list[str]]]:
-    yield name, list(words_of_class(cls, other))
+def facts_of_class(name: str, cls: type, other: Any) -> Facts:
+    found = {name: list(words_of_class(cls, other))}
     if issubclass(cls, enum.Enum):
-        return
+        return found
     fields = dataclasses.fields(cls) if dataclasses.is_dataclass(cls) else ()
     for number, field in enumerate(fields):
-        yield f"{name}.{field.name}", [f"field {number}", words_of_field(field)]
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        default = inspect.Parameter.empty if default is dataclasses.MISSING else default
+        word = f"{field.name}{words_of_default(default)}" + ("" if field.init else ", not an argument")
+        found[f"{name}.{field.name}"] = [f"field {number}", word]
     if not fields:
-        yield f"{name}()", words_of_call(cls)
+        found[f"{name}()"] = words_of_call(cls)
     for attribute in sorted((attributes_of(cls) | attributes_of(other)) - {field.name for field in fields}):
-        found = inspect.getattr_static(cls, attribute, None)
-        if isinstance(found, property):
-            yield f"{name}.{attribute}", ["property"]
-        elif callable(found) or isinstance(found, staticmethod):
-            kind = ["static"] if isinstance(found, staticmethod) else []
-            yield f"{name}.{attribute}", ["call", *kind, *words_of_call(getattr(cls, attribute))]
+        value = inspect.getattr_static(cls, attribute, None)
+        if isinstance(value, property):
+            found[f"{name}.{attribute}"] = ["property"]
+        elif callable(value) or isinstance(value, staticmethod):
+            kind = ["static"] if isinstance(value, staticmethod) else []
+            found[f"{name}.{attribute}"] = ["call", *kind, *words_of_call(getattr(cls, attribute))]
+    return found
 
 
 def facts_of(name: str, value: Any, other: Any) -> Facts:
     """Facts about one name. A class also has facts about attributes of ``other``, the value in the other library."""
     if isinstance(value, type):
-        return dict(facts_of_class(name, value, other))
+        return facts_of_class(name, value, other)
     if callable(value) and not hasattr(value, "__args__"):
         return {name: ["call", *words_of_call(value)]}
     # `Union[A, B]` and `A | B` are the same type.

@@ -54,8 +54,10 @@ def made_by(library: Any, policy: dict[str, Any]) -> nn.Module:
     return library.fully_shard(model, mp_policy=library.MixedPrecisionPolicy(**policy))
 
 
+@pytest.mark.parametrize(("policy", "reduces_in"), POLICIES, ids=["plain", "param", "reduce wider", "both"])
+@pytest.mark.spec("FS2-29")
 @ranks(2)
-def check_same_as_torch(policy: dict[str, Any], reduces_in: torch.dtype | None) -> None:
+def test_state_registry_has_the_results_of_torch(policy: dict[str, Any], reduces_in: torch.dtype | None) -> None:
     ours, theirs = made_by(minifsdp, policy), made_by(torch_fsdp, policy)
     # torch determines the dtypes and the root when the first forward begins.
     assert {_get_module_state(ours)._is_root, _get_module_state(theirs)._is_root} == {None}
@@ -66,14 +68,6 @@ def check_same_as_torch(policy: dict[str, Any], reduces_in: torch.dtype | None) 
     trained, frozen = (_get_module_state(block)._fsdp_param_group for block in ours.blocks[:2])
     assert dtypes_of(trained) == (torch.float32, reduces_in, policy.get("reduce_dtype"))
     assert (frozen._orig_dtype, frozen._reduce_dtype) == (None, None)
-
-
-@pytest.mark.parametrize(("policy", "reduces_in"), POLICIES, ids=["plain", "param", "reduce wider", "both"])
-@pytest.mark.spec("FS2-29")
-def test_state_registry_returns_the_same_results_as_in_torch(
-    policy: dict[str, Any], reduces_in: torch.dtype | None
-) -> None:
-    check_same_as_torch(policy=policy, reduces_in=reduces_in)
 
 
 @pytest.mark.spec("FS2-29")
@@ -103,8 +97,11 @@ def facts_of_mesh(info: Any) -> tuple[Any, ...]:
     return type(info).__name__, info.mesh.mesh.tolist(), info.shard_mesh_size, info.shard_mesh_rank, replicate
 
 
+@pytest.mark.parametrize("choice", [None, True, False, 1, 2])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+@pytest.mark.spec("START-07")
 @ranks(4)
-def check_meshes(shape: tuple[int, ...], choice: bool | int | None) -> None:
+def test_meshes_of_a_group_equal_those_of_torch(shape: tuple[int, ...], choice: bool | int | None) -> None:
     names = ("replicate", "shard")[-len(shape) :]
     models = []
     for library in (minifsdp, torch_fsdp):
@@ -125,12 +122,3 @@ def check_meshes(shape: tuple[int, ...], choice: bool | int | None) -> None:
     assert meshes_of(ours) == meshes_of(theirs)
     with pytest.raises(AttributeError, match="post_forward_mesh_info"):
         _get_module_state(ours)._fsdp_param_group.post_forward_mesh_info = None
-
-
-@pytest.mark.parametrize("choice", [None, True, False, 1, 2])
-@pytest.mark.parametrize("shape", [(4,), (2, 2)])
-@pytest.mark.spec("START-07")
-def test_mesh_and_post_forward_mesh_of_a_group_equal_those_of_torch(
-    shape: tuple[int, ...], choice: bool | int | None
-) -> None:
-    check_meshes(shape=shape, choice=choice)

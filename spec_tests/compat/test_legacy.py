@@ -9,27 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as torch_checkpoint_wrapper
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 
 from minifsdp import checkpoint_wrapper
+from spec_tests import subject
 from spec_tests.checkpoint.refusals import caught_warnings, refused
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import Block, seeded
-from spec_tests.models.running import iterate, loss_of
-from spec_tests.models.sharding import grid, wrapped
-from spec_tests.models.values import full_values
-from spec_tests.subject import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ModuleWrapPolicy,
-    ShardingStrategy,
-    always_wrap_policy,
-    trace,
-)
+from spec_tests.models.running import iterate
+from spec_tests.models.sharding import wrapped
+from spec_tests.models.values import assert_same, full_values
 from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ModuleWrapPolicy, trace
 
 POLICY = ModuleWrapPolicy({nn.Linear})
 
@@ -59,7 +51,7 @@ def test_the_old_and_the_new_keyword_together_are_refused() -> None:
 @ranks(2)
 def test_offload_as_third_argument_is_refused_with_the_keyword_to_use() -> None:
     with refused(TypeError, "CPUOffload", "cpu_offload="):
-        FSDP(two_layers(), None, CPUOffload(offload_params=True))  # type: ignore[arg-type]
+        FSDP(two_layers(), None, subject.CPUOffload(offload_params=True))  # type: ignore[arg-type]
 
 
 @pytest.mark.spec("NAMES-09")
@@ -77,42 +69,29 @@ def test_params_with_grad_lists_parameters_with_a_gradient_and_warns() -> None:
 @pytest.mark.spec("LEGACY-09", "LEGACY-10")
 @ranks(2)
 def test_short_calls_of_1_13_need_no_new_argument() -> None:
-    from spec_tests.subject import FullStateDictConfig, StateDictType
-
     model = FSDP(two_layers())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with FSDP.summon_full_params(model, True, False):
             assert model.module[0].weight.shape == (3, 3)
         warnings.filterwarnings("ignore", ".*are deprecated, as in torch", FutureWarning)
-        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT, FullStateDictConfig()):
+        with FSDP.state_dict_type(model, subject.StateDictType.FULL_STATE_DICT, subject.FullStateDictConfig()):
             assert model.state_dict()["0.weight"].shape == (3, 3)
 
 
 # --- 1.13 ---
 
-OF_1_13 = [
-    "module",
-    "process_group",
-    "sharding_strategy",
-    "cpu_offload",
-    "auto_wrap_policy",
-    "backward_prefetch",
-    "mixed_precision",
-    "ignored_modules",
-    "param_init_fn",
-    "device_id",
-    "sync_module_states",
-]
-
 
 @pytest.mark.spec("LEGACY-05")
 @ranks(2)
 def test_the_constructor_of_1_13_is_a_prefix_and_positional_calls_keep_their_meaning() -> None:
-    assert list(inspect.signature(FSDP).parameters)[:11] == OF_1_13
+    names = "module process_group sharding_strategy cpu_offload auto_wrap_policy backward_prefetch mixed_precision"
+    names += " ignored_modules param_init_fn device_id sync_module_states"
+    assert list(inspect.signature(FSDP).parameters)[:11] == names.split()
     plain, seen = seeded(), []
-    group, precision, ignored = dist.group.WORLD, MixedPrecision(reduce_dtype=torch.float64), [plain.leave]
-    strategy, offload, after = ShardingStrategy.SHARD_GRAD_OP, CPUOffload(True), BackwardPrefetch.BACKWARD_POST
+    group, precision, ignored = dist.group.WORLD, subject.MixedPrecision(reduce_dtype=torch.float64), [plain.leave]
+    strategy, offload = subject.ShardingStrategy.SHARD_GRAD_OP, subject.CPUOffload(True)
+    after = subject.BackwardPrefetch.BACKWARD_POST
     policy = ModuleWrapPolicy({Block})
     with trace.record() as recorder:
         model = FSDP(plain, group, strategy, offload, policy, after, precision, ignored, seen.append, device(), True)
@@ -129,84 +108,39 @@ def test_the_constructor_of_1_13_is_a_prefix_and_positional_calls_keep_their_mea
 @pytest.mark.spec("LEGACY-05", "PREF-01")
 @ranks(2)
 def test_omitted_backward_prefetch_means_another_value_than_in_1_13() -> None:
-    assert FSDP(two_layers(), None, None, None, None).backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+    assert FSDP(two_layers(), None, None, None, None).backward_prefetch is subject.BackwardPrefetch.BACKWARD_PRE
     assert FSDP(two_layers(), None, None, None, None, None).backward_prefetch is None
-
-
-@pytest.mark.spec("LEGACY-07", "HYB-02")
-@ranks(4)
-def test_one_process_group_keeps_its_meaning_and_a_pair_means_a_hybrid() -> None:
-    pair = grid()
-    one = wrapped(process_group=pair[0])
-    assert one.process_group is pair[0]
-    assert one.world_size == 2
-    two = FSDP(seeded(), pair, ShardingStrategy.HYBRID_SHARD, auto_wrap_policy=ModuleWrapPolicy({Block}))
-    assert two._mesh.shard is not None
-    assert two._mesh.replicate is not None
-    assert (two._mesh.shard.process_group, two._mesh.replicate.process_group) == pair
-    assert two.process_group is pair[0]
-    with trace.record() as recorder:
-        iterate(two)
-    assert recorder.count("AR") == 5
-
-
-class Normed(nn.Module):
-    """A layer in low precision and a batch norm in full precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.norm, self.dtypes = nn.Linear(3, 3), nn.BatchNorm1d(3), {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.layer(x)
-        self.dtypes = {"layer": self.layer.weight.dtype, "norm": self.norm.weight.dtype, "between": y.dtype}
-        return self.norm(y)
 
 
 @pytest.mark.spec("LEGACY-08", "MP-19", "MP-21")
 @pytest.mark.parametrize("ignored", [None, ()], ids=["as in 1.13", "none"])
 @ranks(2)
 def test_legacy_mixed_precision_excludes_batch_norms_by_default(ignored: Any) -> None:
-    low = torch.bfloat16
-    precision = MixedPrecision(low)
+    low, seen = torch.bfloat16, []
+    precision = subject.MixedPrecision(low)
     if ignored is not None:
         # On the CPU, a batch norm in low precision also needs its statistics in low precision.
-        precision = MixedPrecision(low, buffer_dtype=low, _module_classes_to_ignore=ignored)
-    plain = Normed().to(device())
-    seen = {}
-    plain.norm.register_forward_pre_hook(lambda module, args: seen.update(inside=module.weight.dtype))
+        precision = subject.MixedPrecision(low, buffer_dtype=low, _module_classes_to_ignore=ignored)
+    plain = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)).to(device())
+    for layer in plain:
+        layer.register_forward_pre_hook(lambda module, args: seen.append(module.weight.dtype))
     with caught_warnings() as caught:
-        model = FSDP(nn.Sequential(plain), mixed_precision=precision, auto_wrap_policy=ModuleWrapPolicy({Normed}))
+        model = FSDP(nn.Sequential(plain), mixed_precision=precision, auto_wrap_policy=ModuleWrapPolicy({type(plain)}))
     assert ["BatchNorm1d" in str(warning.message) for warning in caught] == ([True] if ignored is None else [])
     model(torch.randn(4, 3))
-    assert plain.dtypes["layer"] is plain.dtypes["between"] is low
-    assert seen["inside"] is (torch.float32 if ignored is None else low)
+    assert seen == [low, torch.float32 if ignored is None else low]
 
 
 @pytest.mark.spec("LEGACY-13", "CLIP-05", "CLIP-06")
-@pytest.mark.parametrize("strategy", [ShardingStrategy.NO_SHARD, ShardingStrategy.FULL_SHARD])
+@pytest.mark.parametrize("strategy", [subject.ShardingStrategy.NO_SHARD, subject.ShardingStrategy.FULL_SHARD])
 @ranks(2)
-def test_norm_function_of_torch_is_correct_only_without_sharding_and_the_method_always(
-    strategy: ShardingStrategy,
-) -> None:
+def test_norm_of_torch_is_correct_only_without_sharding(strategy: Any) -> None:
     model = wrapped(sharding_strategy=strategy)
     iterate(model)
     of_utility = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
     of_method = model.clip_grad_norm_(1e9)
     is_right = torch.isclose(of_utility, of_method, rtol=1e-5)
-    assert bool(is_right) is (strategy is ShardingStrategy.NO_SHARD)
-
-
-@pytest.mark.spec("LEGACY-14", "OFF-03")
-@ranks(2)
-def test_optimizer_state_follows_offloaded_parameters_to_the_cpu() -> None:
-    model = wrapped(cpu_offload=CPUOffload(offload_params=True))
-    optimizer = torch.optim.Adam(model.parameters())
-    iterate(model)
-    optimizer.step()
-    kept = [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.dim()]
-    assert len(kept) == 10
-    assert {tensor.device.type for tensor in kept} == {"cpu"}
+    assert bool(is_right) is (strategy is subject.ShardingStrategy.NO_SHARD)
 
 
 # --- the 2022 tutorial ---
@@ -215,47 +149,17 @@ def test_optimizer_state_follows_offloaded_parameters_to_the_cpu() -> None:
 @pytest.mark.spec("LEGACY-15", "PAR-07")
 @ranks(2)
 def test_old_name_of_activation_checkpointing_works_and_warns() -> None:
-    def checkpointed(function: Any) -> FSDP:
-        model = wrapped()
-        function(model, checkpoint_wrapper_fn=checkpoint_wrapper.checkpoint_wrapper, check_fn=is_block)
-        return model
-
-    def is_block(module: nn.Module) -> bool:
-        return isinstance(module, Block)
-
+    model, plain = wrapped(), wrapped()
+    apply = checkpoint_wrapper.apply_activation_checkpointing_wrapper
     with pytest.warns(FutureWarning, match=r"apply_activation_checkpointing_wrapper .*apply_activation_checkp") as seen:
-        old = checkpointed(checkpoint_wrapper.apply_activation_checkpointing_wrapper)
+        apply(
+            model,
+            checkpoint_wrapper_fn=checkpoint_wrapper.checkpoint_wrapper,
+            check_fn=lambda module: isinstance(module, Block),
+        )
     assert [warning.filename for warning in seen] == [__file__]
-    new = checkpointed(checkpoint_wrapper.apply_activation_checkpointing)
-    for model in (old, new):
-        assert sum(isinstance(module, CheckpointWrapper) for module in model.modules()) == 4
-        iterate(model)
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
-    plain = wrapped()
-    iterate(plain)
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    expected = full_values(plain)
-    for model in (old, new):
-        values = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in full_values(model).items()}
-        assert values.keys() == expected.keys()
-        assert all(torch.equal(values[name], expected[name]) for name in expected)
-
-
-@pytest.mark.spec("LEGACY-15")
-@pytest.mark.pure
-def test_checkpoint_wrapper_names_are_those_of_torch() -> None:
-    for name in checkpoint_wrapper.__all__:
-        if name != "apply_activation_checkpointing_wrapper":
-            assert getattr(checkpoint_wrapper, name) is getattr(torch_checkpoint_wrapper, name)
-
-
-@pytest.mark.spec("LEGACY-06")
-@pytest.mark.accelerator
-@ranks(2)
-def test_a_module_on_the_cpu_is_not_moved_to_the_accelerator_and_back() -> None:
-    plain = nn.Linear(4, 4)
-    with pytest.warns(UserWarning, match="device_id"):
-        model = FSDP(plain, auto_wrap_policy=always_wrap_policy)
-    assert model.compute_device == device()
-    loss_of(model(torch.ones(2, 4))).backward()
-    assert {parameter.grad.device for parameter in model.parameters()} == {device()}
+    assert sum(isinstance(module, CheckpointWrapper) for module in model.modules()) == 4
+    for each in (model, plain):
+        iterate(each, 0, torch.optim.SGD(each.parameters(), lr=0.1))
+    values = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in full_values(model).items()}
+    assert_same(values, full_values(plain), bitwise=True)

@@ -1,15 +1,17 @@
 """The functions of ``torch.distributed.checkpoint.state_dict`` over each kind of model: the results of torch's FSDPs.
 
-Each row of the tables is a call and its options. The reference is the same call for the same model in torch's FSDPs. A
+Each row of the table is a call and its options. The reference is the same call for the same model in torch's FSDPs. A
 program may replace torch's names of FSDP by those of minifsdp, or keep them. In both cases it calls torch's functions.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +34,6 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 LAYOUTS = ["flat", "original", "per-parameter"]
 FULL = {"full_state_dict": True}
 FROM_RANK_0 = {"full_state_dict": True, "broadcast_from_rank0": True}
-ON_RANK_0 = {"full_state_dict": True, "cpu_offload": True}
 
 
 @contextmanager
@@ -119,82 +120,55 @@ def described(value: Any) -> Any:
     return [described(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def values_of(fsdp: Any, model: nn.Module) -> Any:
+def values_of(model: nn.Module) -> Any:
     """All full parameters, by the names of the plain model."""
     found = functions.get_model_state_dict(model, options=StateDictOptions(**FULL))
     return {name: described(value) for name, value in found.items()}
 
 
-# --- calls: each gets the model and its optimizers, and a function that makes the model with other values ---
+# --- calls ---
 
-Call = Callable[[Any, Any, list[torch.optim.Optimizer], Callable[[], Any], StateDictOptions], Any]
-
-
-def get_model(fsdp: Any, model: Any, optimizers: Any, other: Any, options: StateDictOptions) -> Any:
-    return functions.get_model_state_dict(model, options=options)
+# Each gets the model and its optimizers, the same with other values, and the options.
+Run = tuple[Any, list[torch.optim.Optimizer]]
+Call = Callable[[Run, Run, StateDictOptions], Any]
 
 
-def get_optimizer(fsdp: Any, model: Any, optimizers: Any, other: Any, options: StateDictOptions) -> Any:
-    return functions.get_optimizer_state_dict(model, optimizers, options=options)
+def get_model(run: Run, other: Run, options: StateDictOptions) -> Any:
+    return functions.get_model_state_dict(run[0], options=options)
 
 
-def get_both(fsdp: Any, model: Any, optimizers: Any, other: Any, options: StateDictOptions) -> Any:
-    return functions.get_state_dict(model, optimizers, options=options)
+def get_optimizer(run: Run, other: Run, options: StateDictOptions) -> Any:
+    return functions.get_optimizer_state_dict(*run, options=options)
 
 
-def get_a_unit(fsdp: Any, model: Any, optimizers: Any, other: Any, options: StateDictOptions) -> Any:
-    return functions.get_model_state_dict(model, submodules={model[0]}, options=options)
+def get_a_unit(run: Run, other: Run, options: StateDictOptions) -> Any:
+    return functions.get_model_state_dict(run[0], submodules={run[0][0]}, options=options)
 
 
-def get_a_part_of_a_unit(fsdp: Any, model: Any, optimizers: Any, other: Any, options: StateDictOptions) -> Any:
-    return functions.get_model_state_dict(model, submodules={model[1].linear, model[3]}, options=options)
+def get_a_part_of_a_unit(run: Run, other: Run, options: StateDictOptions) -> Any:
+    parts = {run[0][1].linear, run[0][3]}
+    return functions.get_model_state_dict(run[0], submodules=parts, options=options)
 
 
-def saved(get: Callable[..., Any], options: StateDictOptions) -> Any:
-    """What ``get`` returns with these options; on rank 0 alone, if the values are sent from there."""
-    choices = vars(options) | {"broadcast_from_rank0": False, "strict": True}
-    with quiet():
-        state = copy.copy(get(options=StateDictOptions(**choices)))
+def saved(get: Call, run: Run, options: StateDictOptions) -> Any:
+    return copy.copy(get(run, run, replace(options, broadcast_from_rank0=False, strict=True)))
+
+
+def given(state: Any, options: StateDictOptions) -> Any:
     return {} if options.broadcast_from_rank0 and dist.get_rank() else state
 
 
-def set_model(fsdp: Any, model: Any, optimizers: Any, other: Any, options: StateDictOptions) -> Any:
-    new, _ = other()
-    state = saved(lambda options: functions.get_model_state_dict(model, options=options), options)
-    result = functions.set_model_state_dict(new, state, options=options)
-    return [list(result.missing_keys), list(result.unexpected_keys), values_of(fsdp, new)]
+def set_model(run: Run, other: Run, options: StateDictOptions) -> Any:
+    state = given(saved(get_model, run, options), options)
+    result = functions.set_model_state_dict(other[0], state, options=options)
+    return [list(result.missing_keys), list(result.unexpected_keys), values_of(other[0])]
 
 
-def set_part_of_model(fsdp: Any, model: Any, optimizers: Any, other: Any, options: StateDictOptions) -> Any:
-    new, _ = other()
-    state = saved(lambda options: functions.get_model_state_dict(model, options=options), options)
-    for name in [name for name in state if name.startswith("0.")]:
-        state["unknown." + name] = state.pop(name)
-    result = functions.set_model_state_dict(new, state, options=options)
-    return [sorted(result.missing_keys), sorted(result.unexpected_keys), values_of(fsdp, new)]
-
-
-def set_a_module(fsdp: Any, model: Any, optimizers: Any, other: Any, options: StateDictOptions) -> Any:
-    new, _ = other()
-    given = {new[0]: {"weight": torch.ones(4, 3), "bias": torch.ones(4)}}
-    functions.set_model_state_dict(new, given, options=options)
-    return values_of(fsdp, new)
-
-
-def set_optimizer(fsdp: Any, model: Any, optimizers: Any, other: Any, options: StateDictOptions) -> Any:
-    new, fresh = other()
-    state = saved(lambda options: functions.get_optimizer_state_dict(model, optimizers, options=options), options)
-    functions.set_optimizer_state_dict(new, fresh, state, options=options)
-    train(new, fresh, 2)
-    return values_of(fsdp, new)
-
-
-def set_both(fsdp: Any, model: Any, optimizers: Any, other: Any, options: StateDictOptions) -> Any:
-    new, fresh = other()
-    state = saved(lambda options: functions.get_state_dict(model, optimizers, options=options), options)
-    functions.set_state_dict(new, fresh, model_state_dict=state[0], optim_state_dict=state[1], options=options)
-    train(new, fresh, 2)
-    return values_of(fsdp, new)
+def set_optimizer(run: Run, other: Run, options: StateDictOptions) -> Any:
+    state = given(saved(get_optimizer, run, options), options)
+    functions.set_optimizer_state_dict(*other, state, options=options)
+    train(*other, 2)
+    return values_of(other[0])
 
 
 TORCH = SimpleNamespace(
@@ -204,16 +178,19 @@ OURS = SimpleNamespace(FullyShardedDataParallel=subject.FullyShardedDataParallel
 
 
 def result_of(
-    fsdp: Any, call: Call, layout: str, choices: dict[str, Any], steps: int, structure: str, optimizers: Any = adam
+    fsdp: Any,
+    call: Call,
+    layout: str,
+    choices: dict[str, Any],
+    steps: int = 1,
+    structure: str = "root",
+    optimizers: Any = adam,
 ) -> Any:
-    def new(seed: int) -> tuple[Any, list[torch.optim.Optimizer]]:
-        model = made(fsdp, layout, seed, structure)
-        return model, optimizers(model)
-
-    model, trained = new(0)
-    train(model, trained, steps)
     with quiet():
-        return described(call(fsdp, model, trained, lambda: new(1), StateDictOptions(**choices)))
+        model, other = (made(fsdp, layout, seed, structure) for seed in (0, 1))
+        run = model, optimizers(model)
+        train(*run, steps)
+        return described(call(run, (other, optimizers(other)), StateDictOptions(**choices)))
 
 
 def id_of(value: Any) -> str:
@@ -221,84 +198,36 @@ def id_of(value: Any) -> str:
     return str(named)
 
 
-# A call, its options, and torch's verdict on it for the three layouts.
-RIGHT = {"flat": "right", "original": "right", "per-parameter": "right"}
-NOT_ON_CPUS = {"flat": "not on CPUs", "original": "not on CPUs", "per-parameter": "right"}
-REFUSED = {"flat": "RuntimeError", "original": "RuntimeError", "per-parameter": "RuntimeError"}
-ROWS: list[tuple[Call, dict[str, Any], dict[str, str]]] = [
-    (get_model, {}, RIGHT),
-    (get_model, FULL, RIGHT),
-    (get_model, {"cpu_offload": True}, RIGHT),
-    (get_model, ON_RANK_0, NOT_ON_CPUS),
-    (get_model, FROM_RANK_0, RIGHT),
-    (get_model, {"ignore_frozen_params": True}, RIGHT),
-    (get_model, {"ignore_frozen_params": True, **FULL}, RIGHT),
-    (get_model, {"dsd_fqn_modifiers": "_renamed"}, RIGHT),
-    (get_a_unit, {}, RIGHT),
-    (get_a_unit, {"keep_submodule_prefixes": False, **FULL}, RIGHT),
-    (get_a_part_of_a_unit, {}, RIGHT),
-    (get_a_part_of_a_unit, {"keep_submodule_prefixes": False, **FULL}, RIGHT),
-    (get_optimizer, {}, RIGHT),
-    (get_optimizer, FULL, RIGHT),
-    (get_optimizer, {"cpu_offload": True}, RIGHT),
-    (get_optimizer, ON_RANK_0, NOT_ON_CPUS),
-    (get_optimizer, FROM_RANK_0, RIGHT),
-    (get_both, {}, RIGHT),
-    (get_both, {"ignore_frozen_params": True, **FULL}, RIGHT),
-    (set_model, {}, RIGHT),
-    (set_model, FULL, RIGHT),
-    (set_model, {"cpu_offload": True}, RIGHT),
-    (set_model, FROM_RANK_0, RIGHT),
-    (set_model, {"ignore_frozen_params": True}, REFUSED),
-    (set_model, {"ignore_frozen_params": True, "strict": False}, RIGHT),
-    (set_part_of_model, {}, REFUSED),
-    (set_part_of_model, {"strict": False}, RIGHT),
-    (set_optimizer, {}, RIGHT),
-    (set_optimizer, FULL, RIGHT),
-    (set_optimizer, {"cpu_offload": True}, RIGHT),
-    (set_optimizer, FROM_RANK_0, RIGHT),
-    (set_both, {}, RIGHT),
-    (set_both, FULL, RIGHT),
+ON_CPU, UNFROZEN = {"cpu_offload": True}, {"ignore_frozen_params": True}
+WITHOUT_PREFIX = {"keep_submodule_prefixes": False, **FULL}
+ROWS: list[tuple[Call, list[dict[str, Any]]]] = [
+    (get_model, [{}, FULL, ON_CPU, FROM_RANK_0, UNFROZEN, UNFROZEN | FULL, {"dsd_fqn_modifiers": "_renamed"}]),
+    (get_a_unit, [{}, WITHOUT_PREFIX]),
+    (get_a_part_of_a_unit, [{}, WITHOUT_PREFIX]),
+    (get_optimizer, [{}, FULL, ON_CPU, FROM_RANK_0]),
+    (set_model, [{}, FULL, ON_CPU, FROM_RANK_0, UNFROZEN | {"strict": False}]),
+    (set_optimizer, [{}, FULL, ON_CPU, FROM_RANK_0]),
 ]
-
-OF_OPTIMIZERS = (get_optimizer, get_both, set_optimizer, set_both)
-
-
-@ranks(2)
-def check_row(number: int, layout: str, steps: int, names: str) -> None:
-    call, choices, verdicts = ROWS[number]
-    verdict, asks_rank_0 = verdicts[layout], choices == ON_RANK_0
-    arguments = call, layout, FULL if verdict == "not on CPUs" else choices, steps, "root"
-    if verdict == "RuntimeError":
-        with pytest.raises(RuntimeError):
-            result_of(TORCH, *arguments)
-    else:
-        expected = result_of(TORCH, *arguments)
-        if asks_rank_0 and dist.get_rank():
-            expected = {}
-    with replaced_names() if names == "replaced" else quiet():
-        if verdict == "RuntimeError":
-            with pytest.raises(RuntimeError):
-                result_of(OURS, *arguments)
-        elif (
-            names == "kept" and layout != "per-parameter" and call in (get_optimizer, get_both, set_optimizer, set_both)
-        ):
-            # torch's functions call static methods of torch's wrapper for these states.
-            with pytest.raises(AttributeError, match=rf"rank {dist.get_rank()}: .*from minifsdp"):
-                result_of(OURS, call, layout, choices, steps, "root")
-        else:
-            assert result_of(OURS, call, layout, choices, steps, "root") == expected
+OF_OPTIMIZERS = (get_optimizer, set_optimizer)
 
 
 @pytest.mark.spec("PROG-98")
 @pytest.mark.parametrize("names", ["replaced", "kept"])
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("number", range(len(ROWS)), ids=[f"{call.__name__}-{id_of(of)}" for call, of, _ in ROWS])
+@pytest.mark.parametrize(("call", "choices"), [(call, choices) for call, row in ROWS for choices in row], ids=id_of)
+@ranks(2)
 def test_a_function_of_torch_returns_what_it_returns_for_torchs_fsdp(
-    number: int, layout: str, steps: int, names: str
+    call: Call, choices: dict[str, Any], layout: str, steps: int, names: str
 ) -> None:
-    check_row(number=number, layout=layout, steps=steps, names=names)
+    if names == "kept" and layout != "per-parameter" and call in OF_OPTIMIZERS:
+        # torch's functions call static methods of torch's wrapper for these states.
+        with pytest.raises(AttributeError, match=rf"rank {dist.get_rank()}: .*from minifsdp"):
+            result_of(OURS, call, layout, choices, steps)
+        return
+    expected = result_of(TORCH, call, layout, choices, steps)
+    with replaced_names() if names == "replaced" else contextlib.nullcontext():
+        assert result_of(OURS, call, layout, choices, steps) == expected
 
 
 @pytest.mark.spec("PROG-98")
@@ -310,66 +239,17 @@ def test_a_function_of_torch_returns_what_it_returns_for_torchs_fsdp(
 def test_a_program_that_replaced_torchs_names_saves_and_loads_each_structure(
     call: Any, choices: dict[str, Any], layout: str, structure: str
 ) -> None:
-    expected = result_of(TORCH, call, layout, choices, 1, structure)
+    expected = result_of(TORCH, call, layout, choices, structure=structure)
     with replaced_names():
-        assert result_of(OURS, call, layout, choices, 1, structure) == expected
+        assert result_of(OURS, call, layout, choices, structure=structure) == expected
 
 
 @pytest.mark.spec("PROG-64", "PROG-98")
-@pytest.mark.parametrize("own", [False, True], ids=["torch's function", "minifsdp's function"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(
-    "choices",
-    [{}, FULL, FROM_RANK_0, {"flatten_optimizer_state_dict": True}, {"flatten_optimizer_state_dict": True, **FULL}],
-    ids=id_of,
-)
+@pytest.mark.parametrize("choices", [{}, FULL, FROM_RANK_0, {"flatten_optimizer_state_dict": True}], ids=id_of)
 @ranks(2)
-def test_two_optimizers_of_one_model_are_saved_and_loaded(choices: dict[str, Any], layout: str, own: bool) -> None:
-    def outcome_of(fsdp: Any) -> Any:
-        try:
-            return result_of(fsdp, set_optimizer, layout, choices, 1, "root without parameters", two_optimizers)
-        except KeyError as error:
-            return str(error)
-
-    expected = outcome_of(TORCH)
-    # torch cannot load a full dict of two optimizers that has one level.
-    torch_fails = layout == "per-parameter" and choices == {"flatten_optimizer_state_dict": True, **FULL}
-    assert (expected == "'param_groups.0.params.0'") is torch_fails
-    with replaced_names(), pytest.MonkeyPatch.context() as patch:
-        for name in ("get_optimizer_state_dict", "set_optimizer_state_dict") if own else ():
-            patch.setattr(functions, name, getattr(minifsdp, name))
-        assert outcome_of(OURS) == expected
-
-
-@pytest.mark.spec("PROG-64")
-@pytest.mark.parametrize("layout", ["flat", "original"])
-@ranks(2)
-def test_rank_0_gets_the_states_of_all_optimizers_and_the_others_get_none(layout: str) -> None:
-    model = made(OURS, layout)
-    optimizers = two_optimizers(model)
-    train(model, optimizers, 1)
-    state = subject.get_optimizer_state_dict(model, optimizers, options=StateDictOptions(**ON_RANK_0))
-    trained = {"0.weight", "0.bias", "1.linear.weight", "1.linear.bias", "3.weight", "3.bias"}
-    assert set(state.get("state", {})) == (set() if dist.get_rank() else trained)
-
-
-class Counted(nn.Linear):
-    """A layer with an extra state. As a unit of torch's wrapper, torch's functions raise AttributeError for it."""
-
-    def get_extra_state(self) -> int:
-        return 3
-
-    def set_extra_state(self, state: int) -> None:
-        assert state == 3
-
-
-@pytest.mark.spec("PROG-98")
-@pytest.mark.parametrize("layout", ["flat", "original"])
-@ranks(2)
-def test_a_unit_with_an_extra_state_is_saved_and_loaded(layout: str) -> None:
-    model: Any = nn.Sequential(Counted(3, 4), nn.Linear(4, 2)).to(device())
-    expected = dict(copy.deepcopy(model).state_dict())
-    model[0] = subject.FullyShardedDataParallel(model[0], device_id=device(), use_orig_params=layout == "original")
-    state = functions.get_model_state_dict(model, options=StateDictOptions(**FULL))
-    assert described(dict(state)) == described(expected)
-    functions.set_model_state_dict(model, state, options=StateDictOptions(**FULL))
+def test_two_optimizers_of_one_model_are_saved_and_loaded(choices: dict[str, Any], layout: str) -> None:
+    arguments = set_optimizer, layout, choices, 1, "root without parameters", two_optimizers
+    expected = result_of(TORCH, *arguments)
+    with replaced_names():
+        assert result_of(OURS, *arguments) == expected

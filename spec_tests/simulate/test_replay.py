@@ -3,34 +3,22 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from minifsdp_tools.simulate import tape
 from minifsdp_tools.simulate.machine import CARDS, Card, Network, measured_costs
-from minifsdp_tools.simulate.recording import Recording, record
+from minifsdp_tools.simulate.models import transformer
+from minifsdp_tools.simulate.recording import Recording
 from minifsdp_tools.simulate.replay import Result, replay
 from minifsdp_tools.simulate.setup import Setup
-from minifsdp_tools.simulate.shapes import Shape
-from minifsdp_tools.simulate.tape import (
-    Allocate,
-    Collective,
-    Free,
-    HostWait,
-    Item,
-    Kernel,
-    RecordEvent,
-    Tape,
-    UseOn,
-    WaitEvent,
-)
+from minifsdp_tools.simulate.shapes import SHAPES
+from minifsdp_tools.simulate.tape import Collective, Kernel
 from spec_tests.simulate.small import SMALL
 from spec_tests.subject import trace
-
-pytestmark = pytest.mark.pure
 
 # A rate of 1 for everything, so that operations, bytes and seconds are the same numbers.
 PLAIN: dict[str, Any] = {"matmul": 1.0, "matmul32": 1.0, "bandwidth": 1.0, "memory": 1e9, "efficiency": 1.0}
@@ -50,11 +38,11 @@ def collective(seconds: int, stream: int = GATHER, ranks: tuple[int, ...] = EIGH
     return Collective(stream, "AG", ranks, num_bytes)
 
 
-def run(*items: Item, **options: Any) -> Result:
+def run(*items: tape.Item, **options: Any) -> Result:
     stored = options.pop("stored", 0)
     events = options.pop("events", [])
     setup = Setup(SMALL, num_ranks=16)
-    recording = Recording(setup, Tape(list(items)), events, stored, 100)
+    recording = Recording(setup, tape.Tape(list(items)), events, stored, 100)
     return replay(recording, Card("plain", **{**PLAIN, **options}), NETWORK)
 
 
@@ -114,7 +102,7 @@ def test_measured_collectives_replace_the_formula(tmp_path: Path) -> None:
 @pytest.mark.spec("SIMULATE-08")
 def test_stream_runs_its_work_in_order_and_waits_for_events() -> None:
     # The example of replay.py, in seconds instead of milliseconds.
-    items = [collective(7), RecordEvent(GATHER, 1), kernel(2), WaitEvent(COMPUTE, 1), kernel(2)]
+    items = [collective(7), tape.RecordEvent(GATHER, 1), kernel(2), tape.WaitEvent(COMPUTE, 1), kernel(2)]
     assert run(*items).seconds == 7 + 2
     # Without the wait, both streams run at the same time.
     assert run(*items[:3], items[4]).seconds == 7
@@ -132,25 +120,25 @@ def test_work_starts_after_the_cpu_has_issued_it() -> None:
 
 @pytest.mark.spec("SIMULATE-08")
 def test_cpu_waits_for_an_event_only_until_it_is_complete() -> None:
-    result = run(kernel(10), RecordEvent(COMPUTE, 1), HostWait(1), kernel(3, GATHER), host_operator=1.0)
+    result = run(kernel(10), tape.RecordEvent(COMPUTE, 1), tape.HostWait(1), kernel(3, GATHER), host_operator=1.0)
     # The kernel runs from 1 to 11, the other one is issued from 11 to 12.
     assert (result.seconds, result.waits, result.host_seconds) == (15, 10, 2)
     # An event of an earlier step is complete.
-    assert run(HostWait(99), WaitEvent(COMPUTE, 98), kernel(3)).seconds == 3
+    assert run(tape.HostWait(99), tape.WaitEvent(COMPUTE, 98), kernel(3)).seconds == 3
 
 
 @pytest.mark.spec("SIMULATE-08")
 def test_events_of_the_engine_have_the_times_of_their_streams() -> None:
     # The times of a recorded event are positions on the tape.
     events = [trace.Event("AG", "0", 0.0, 0.0), trace.Event("F", "0", 3.0, 4.0)]
-    items = [collective(7), RecordEvent(GATHER, 1), WaitEvent(COMPUTE, 1), kernel(2)]
+    items = [collective(7), tape.RecordEvent(GATHER, 1), tape.WaitEvent(COMPUTE, 1), kernel(2)]
     result = run(*items, events=events)
     assert [(event.kind, event.start, event.end) for event in result.events] == [("AG", 0, 7), ("F", 7, 9)]
 
 
 @pytest.mark.spec("SIMULATE-09")
 def test_exposed_communication_is_the_time_without_computation() -> None:
-    items = [kernel(2), collective(7), RecordEvent(GATHER, 1), WaitEvent(COMPUTE, 1), kernel(3)]
+    items = [kernel(2), collective(7), tape.RecordEvent(GATHER, 1), tape.WaitEvent(COMPUTE, 1), kernel(3)]
     result = run(*items)
     assert (result.seconds, result.compute_seconds, result.exposed_seconds) == (10, 5, 5)
     assert result.tokens_per_second == 10
@@ -198,38 +186,72 @@ def test_a_cpu_delays_the_collective_and_the_computation_next_to_it() -> None:
 @pytest.mark.spec("SIMULATE-11")
 def test_held_memory_contains_blocks_that_another_stream_uses() -> None:
     items = [
-        Allocate(1, 100),
-        UseOn(1, COMPUTE),
+        tape.Allocate(1, 100),
+        tape.UseOn(1, COMPUTE),
         kernel(5),
-        Free(1, 100),
+        tape.Free(1, 100),
         # The CPU is ahead of the kernel, so the first block is still in use.
-        Allocate(2, 100),
-        Free(2, 100),
+        tape.Allocate(2, 100),
+        tape.Free(2, 100),
     ]
     result = run(*items, stored=40)
     assert (result.peak_allocated, result.peak_held, result.stored_bytes) == (140, 240, 40)
     # After a wait of the CPU, the memory can be used again.
-    waits = [*items[:4], RecordEvent(COMPUTE, 1), HostWait(1), *items[4:]]
+    waits = [*items[:4], tape.RecordEvent(COMPUTE, 1), tape.HostWait(1), *items[4:]]
     assert run(*waits, stored=40).peak_held == 140
     # Without `record_stream`, the memory returns to its stream at once.
     assert run(items[0], *items[2:], stored=40).peak_held == 140
     # A block that existed at the beginning can be released.
-    assert run(Free(7, 40), kernel(1), *items[:1], stored=40).peak_held == 100
+    assert run(tape.Free(7, 40), kernel(1), *items[:1], stored=40).peak_held == 100
+
+
+# --- the figures of cards and models, compared with a second source ---
+
+
+# Multiprocessors, and for each of them and clock: operations of tensor cores and in float32. Then the clocks of both in
+# GHz, the pins of the memory, the gigabits of a pin in a second, and the stacks of memory with their gigabytes.
+BUILT = {
+    "A100-40": (108, 2048, 128, 1.41, 1.41, 5120, 2.43, 5 * 8),
+    "A100-80": (108, 2048, 128, 1.41, 1.41, 5120, 3.186, 5 * 16),
+    "H100": (132, 4096, 256, 1.83, 1.98, 5120, 5.234, 5 * 16),
+    "H200": (132, 4096, 256, 1.83, 1.98, 6144, 6.25, 6 * 23.5),
+}
 
 
 @pytest.mark.spec("SIMULATE-06")
-def test_cards_have_the_peaks_of_their_data_sheets() -> None:
-    assert {name: (card.matmul / 1e12, card.memory / 1e9) for name, card in CARDS.items()} == {
-        "A100-40": (312, 40), "A100-80": (312, 80), "H100": (989, 80), "H200": (989, 141),
-    }  # fmt: skip
+@pytest.mark.parametrize("name", CARDS)
+def test_rates_of_a_card_follow_from_its_construction(name: str) -> None:
+    units, tensor, single, tensor_clock, clock, pins, gigabits, gigabytes = BUILT[name]
+    card = CARDS[name]
+    # Data sheets round to three digits.
+    assert card.matmul == pytest.approx(units * tensor * tensor_clock * 1e9, rel=0.005)
+    assert card.matmul32 == pytest.approx(units * single * clock * 1e9, rel=0.005)
+    assert card.bandwidth == pytest.approx(pins * gigabits * 1e9 / 8, rel=0.005)
+    assert card.memory == gigabytes * 1e9
 
 
-def test_backward_pre_is_faster_than_post_only_if_the_cpu_does_not_run_ahead() -> None:
-    def seconds(backward_prefetch: str, host_operator: float) -> float:
-        shape = Shape(4, 1024, 8, 1000, positions=512, sequence=512)
-        recording = record(Setup(shape, 8, api="fsdp1", backward_prefetch=backward_prefetch))
-        card = replace(CARDS["A100-80"], host_operator=host_operator)
-        return replay(recording, card, Network(within=50e9)).seconds
+# From the papers of the models: the parameters in millions, and the width of an attention head.
+PAPERS = {
+    "gpt2": (124.4, 64), "gpt2-medium": (354.8, 64), "gpt2-large": (774.0, 64), "gpt2-xl": (1557.6, 64),
+    "gpt3-175b": (175_000, 128), "llama3-8b": (8030, 128), "llama3-70b": (70_554, 128),
+    "mpt-125m": (125, 64), "mpt-350m": (356, 64), "mpt-760m": (760, 128), "mpt-1b": (1316, 128), "mpt-3b": (2652, 128),
+    "mpt-7b": (6659, 128), "mpt-13b": (12_854, 128), "mpt-30b": (29_975, 128), "mpt-70b": (64_862, 128),
+    "t5-11b": (11_307, 128),
+}  # fmt: skip
 
-    assert seconds("BACKWARD_PRE", 0.0) == pytest.approx(seconds("BACKWARD_POST", 0.0))
-    assert seconds("BACKWARD_PRE", 40e-6) < 0.98 * seconds("BACKWARD_POST", 40e-6)
+
+@pytest.mark.spec("SIMULATE-04")
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_model_has_the_parameters_and_the_heads_of_its_paper(name: str) -> None:
+    shape, (millions, head_width) = SHAPES[name], PAPERS[name]
+    module = transformer(shape, 1, None, "none", 1).module
+    assert sum(parameter.numel() for parameter in module.parameters()) / 1e6 == pytest.approx(millions, rel=0.003)
+    assert (shape.head_width or shape.width / shape.heads) == head_width
+    assert shape.heads % (shape.kv_heads or shape.heads) == 0
+    assert not shape.positions or shape.sequence <= shape.positions
+
+
+@pytest.mark.spec("SIMULATE-04")
+def test_llama_3_has_eight_heads_of_keys_and_a_context_of_8192_tokens() -> None:
+    for name in ("llama3-8b", "llama3-70b"):
+        assert (SHAPES[name].kv_heads, SHAPES[name].sequence) == (8, 8192)

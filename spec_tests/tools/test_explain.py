@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import html
-import io
-import re
-from dataclasses import FrozenInstanceError
-from html.parser import HTMLParser
-from pathlib import Path
+import xml.etree.ElementTree as ET
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,10 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import minifsdp
 from minifsdp import explain
-from minifsdp.fsdp1.wrapper import Wrapper
-from minifsdp.fsdp2.fsdp_state import states_in
 from minifsdp_tools.explain import Explanation
-from minifsdp_tools.explain_records import UnitSummary
 from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.models import MODELS
@@ -32,62 +24,33 @@ from spec_tests.models.modules import UNITS, Block, Nested, NormedBlock, Stack, 
 from spec_tests.models.running import iterate
 from spec_tests.models.sharding import grid_mesh, line_mesh, sharded, wrapped
 from spec_tests.models.torch_names import ShardPlacementResult
-from spec_tests.subject import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    ModuleWrapPolicy,
-    fully_shard,
-    trace,
-)
+from spec_tests.subject import FullyShardedDataParallel, fully_shard, trace
 
 
 def kinds(found: Explanation) -> list[str]:
     return [advice.kind for advice in found.warnings]
 
 
-def by_label(found: Explanation) -> dict[str, UnitSummary]:
-    return {unit.label: unit for unit in found.units}
-
-
 # ---- no communication, no changes -----------------------------------------------------------------------------------
-
-
-def losses(api: Api, *, explains: bool) -> list[float]:
-    """Losses of two steps. The first rank alone calls `explain` before, between and after them."""
-    model = api.shard()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    found, said = [], []
-    for step in range(2):
-        if explains and dist.get_rank() == 0:
-            with trace.record() as recorder:
-                said.append(str(explain(model)))
-            assert recorder.events == []
-        found.append(iterate(model, step, optimizer))
-    if explains and dist.get_rank() == 0:
-        said.append(str(explain(model)))
-        assert said[0] == said[1] == said[2]
-    return found
 
 
 @pytest.mark.spec("EXPLAIN-01")
 @all_apis
 @ranks(2)
 def test_explain_on_one_rank_does_not_change_training(api: Api) -> None:
-    assert losses(api, explains=True) == losses(api, explains=False)
-
-
-@pytest.mark.spec("EXPLAIN-01")
-@ranks(2)
-def test_explain_does_not_initialize_the_root() -> None:
-    model, in_place = wrapped(seeded()), sharded(seeded())
-    explain(model)
-    explain(in_place)
-    assert all(wrapper._root_state is None for wrapper in Wrapper.fsdp_modules(model))
-    assert all(state.root_state is None for _, state in states_in(in_place))
-    # Another module can therefore still become the root.
-    outer = FullyShardedDataParallel(nn.Sequential(model))
-    iterate(outer)
+    losses: list[list[float]] = []
+    for explains in (True, False):
+        model = api.shard()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        losses.append([])
+        for step in range(2):
+            # The first rank alone calls it.
+            if explains and dist.get_rank() == 0:
+                with trace.record() as recorder:
+                    explain(model)
+                assert recorder.events == []
+            losses[-1].append(iterate(model, step, optimizer))
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.spec("EXPLAIN-01")
@@ -103,38 +66,7 @@ def test_explain_gives_the_same_result_for_unsharded_parameters() -> None:
         assert str(explain(flat)) == before
 
 
-@pytest.mark.spec("EXPLAIN-03")
-@pytest.mark.parametrize("chosen", [(), (0,), (0, 1, 2, 3)], ids=["none", "one", "all"])
-@both_apis
-@ranks(2)
-def test_reductions_overlap_in_the_prediction_if_any_unit_overlaps(api: Api, chosen: tuple[int, ...]) -> None:
-    model = api.shard()
-    blocks = getattr(model, "module", model).blocks
-    minifsdp.set_reduction_overlap(model, False)
-    for index in chosen:
-        minifsdp.set_reduction_overlap(blocks[index], True)
-    assert explain(model).job.overlaps is bool(chosen)
-
-
 # ---- shards of each rank --------------------------------------------------------------------------------------------
-
-
-def local_sizes(model: nn.Module) -> list[int]:
-    """Number of elements that this rank stores of each parameter."""
-    found = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    return [p.numel() for p in found]
-
-
-def assert_owned_as_reported(model: nn.Module, originals: dict[str, int]) -> None:
-    found = explain(model)
-    reported = {parameter.name: parameter for unit in found.units for parameter in unit.parameters}
-    assert {name: parameter.numel for name, parameter in reported.items()} == originals
-    assert all(sum(parameter.owned.values()) == parameter.numel for parameter in reported.values())
-    names = [name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_parameters()]
-    mine = [reported[name].owned.get(dist.get_rank(), 0) for name in names]
-    assert mine == local_sizes(model)
-    width = torch.finfo(torch.float32).bits // 8
-    assert sum(unit.owned_bytes.get(dist.get_rank(), 0) for unit in found.units) == width * sum(mine)
 
 
 @pytest.mark.spec("EXPLAIN-02")
@@ -142,10 +74,19 @@ def assert_owned_as_reported(model: nn.Module, originals: dict[str, int]) -> Non
 @pytest.mark.parametrize("name", ["mlp", "uneven", "nested", "conv", "transformer", "lstm", "tied", "batch_norm"])
 @ranks(2)
 def test_each_rank_owns_the_explained_elements(name: str, api: Api) -> None:
-    info = MODELS[name]
-    model = info.build()
-    originals = {key: parameter.numel() for key, parameter in model.named_parameters()}
-    assert_owned_as_reported(api.shard(model, unit_classes=info.unit_classes), originals)
+    info, rank = MODELS[name], dist.get_rank()
+    plain = info.build()
+    originals = {key: parameter.numel() for key, parameter in plain.named_parameters()}
+    model = api.shard(plain, unit_classes=info.unit_classes)
+    units = explain(model).units
+    reported = {parameter.name: parameter for unit in units for parameter in unit.parameters}
+    assert {key: sum(parameter.owned.values()) for key, parameter in reported.items()} == originals
+    stored = {
+        key.replace("_fsdp_wrapped_module.", ""): (p.to_local() if isinstance(p, DTensor) else p).numel()
+        for key, p in model.named_parameters()
+    }
+    assert {key: reported[key].owned.get(rank, 0) for key in stored} == stored
+    assert sum(unit.owned_bytes.get(rank, 0) for unit in units) == 4 * sum(stored.values())
 
 
 @pytest.mark.spec("EXPLAIN-02")
@@ -167,7 +108,7 @@ def test_units_have_their_names_their_sizes_and_their_dtypes(api: Api) -> None:
 @pytest.mark.spec("EXPLAIN-02")
 @ranks(2)
 def test_explain_shows_all_gather_bytes() -> None:
-    for model in (wrapped(chain(), mixed_precision=MixedPrecision(torch.bfloat16)), sharded(seeded())):
+    for model in (wrapped(chain(), mixed_precision=subject.MixedPrecision(torch.bfloat16)), sharded(seeded())):
         reported = {unit.name: unit.gathered_bytes for unit in explain(model).units}
         with trace.record() as recorder:
             model(torch.ones(1, 3 if "0" in reported else 6, device=device()))
@@ -204,28 +145,12 @@ def test_experts_may_be_on_another_mesh() -> None:
     assert of_bias.owned == {0: 2, 1: 2, 2: 2, 3: 0}
 
 
-@pytest.mark.spec("EXPLAIN-02")
-@ranks(2)
-def test_replicas_without_shards_are_shown_as_no_shard() -> None:
-    found = explain(wrapped(sharding_strategy=subject.ShardingStrategy.NO_SHARD))
-    assert (found.job.strategy, found.job.num_shards, found.job.num_replicas) == ("NO_SHARD", 1, 2)
-    assert "NO_SHARD on 1 rank, 2 copies" in str(found)
-
-
-@pytest.mark.spec("EXPLAIN-02")
-@ranks(2)
-def test_unit_prints_the_elements_of_each_rank() -> None:
-    text = str(explain(wrapped(nn.Linear(3, 5).to(device()))).units[0])
-    assert [line.split() for line in text.splitlines()[2:]] == [["weight", "10", "5"], ["bias", "0", "5"]]
-    text = str(explain(fully_shard(nn.Linear(3, 5).to(device()))).units[0])
-    assert [line.split() for line in text.splitlines()[2:]] == [["weight", "9", "6"], ["bias", "3", "2"]]
-
-
 # ---- planned units --------------------------------------------------------------------------------------------------
 
 
-def reported(unit: UnitSummary) -> dict[str, Any]:
-    return {key: value for key, value in vars(unit).items() if key != "is_planned"}
+def assert_planned_as_made(planned: Explanation, made: Explanation) -> None:
+    assert [replace(unit, is_planned=False) for unit in planned.units] == list(made.units)
+    assert planned.cost == made.cost
 
 
 @pytest.mark.spec("EXPLAIN-05")
@@ -235,12 +160,10 @@ def test_explain_predicts_units_of_plain_model(kind: str) -> None:
     with torch.device(device() if kind == "cpu" else "meta"):
         model = Stack()
     planned = explain(model)
-    made = explain(fully_shard(model))
-    assert [reported(unit) for unit in planned.units] == [reported(unit) for unit in made.units]
-    assert planned.cost == made.cost
-    assert [unit.is_planned for unit in (*planned.units, *made.units)] == [True, False]
-    assert "planned" in str(planned)
+    assert [unit.is_planned for unit in planned.units] == [True]
     assert "Stack itself is not sharded yet" in str(planned)
+    made = explain(fully_shard(model))
+    assert_planned_as_made(planned, made)
     assert "not sharded yet" not in str(made)
 
 
@@ -252,14 +175,10 @@ def test_explain_plans_remaining_params_like_existing_units(api: Api) -> None:
     for number, block in enumerate(model.blocks):
         model.blocks[number] = api.unit(block, precision=precision)
     planned = explain(model)
-    model = api.unit(model, precision=precision)
-    made = explain(model)
-    assert [reported(unit) for unit in planned.units] == [reported(unit) for unit in made.units]
-    assert planned.cost == made.cost
+    assert_planned_as_made(planned, explain(api.unit(model, precision=precision)))
 
 
 @pytest.mark.spec("EXPLAIN-05")
-@pytest.mark.pure
 def test_without_ranks_a_model_can_be_planned_for_any_number() -> None:
     with torch.device("meta"):
         model = Stack()
@@ -285,21 +204,12 @@ def test_unit_with_most_of_the_model_gives_a_warning() -> None:
 
 
 @pytest.mark.spec("EXPLAIN-06")
+@pytest.mark.parametrize(("sizes", "expected"), [((600, 400), []), ((602, 398), ["dominant"])])
 @ranks(2)
-def test_sixty_percent_is_the_limit_for_a_dominant_unit() -> None:
-    def with_share(first: int, second: int) -> list[str]:
-        model = nn.Sequential(nn.Linear(first, 1, bias=False), nn.Linear(second, 1, bias=False)).to(device())
-        return kinds(explain(FullyShardedDataParallel(model, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))))
-
-    assert with_share(600, 400) == []
-    assert with_share(602, 398) == ["dominant"]
-
-
-@pytest.mark.spec("EXPLAIN-06")
-@ranks(1)
-def test_one_rank_model_gives_no_all_gather_warning() -> None:
-    assert kinds(explain(fully_shard(seeded()))) == []
-    assert kinds(explain(seeded())) == ["dominant"]
+def test_sixty_percent_is_the_limit_for_a_dominant_unit(sizes: tuple[int, int], expected: list[str]) -> None:
+    model = nn.Sequential(*(nn.Linear(size, 1, bias=False) for size in sizes)).to(device())
+    wrapper = FullyShardedDataParallel(model, auto_wrap_policy=subject.ModuleWrapPolicy({nn.Linear}))
+    assert kinds(explain(wrapper)) == expected
 
 
 class Wide(nn.Module):
@@ -329,39 +239,45 @@ def test_units_much_smaller_than_the_largest_share_one_warning() -> None:
 
 
 @pytest.mark.spec("EXPLAIN-07")
+@pytest.mark.parametrize(
+    ("sizes", "num_small"),
+    [
+        # A hundredth of the model.
+        ([1000] * 99, 0),
+        ([1000] * 101, 101),
+        # No unit above the limit of the paper is too small.
+        ([400_000_000] * 2 + [33_000_002], 0),
+        ([400_000_000] * 2 + [32_999_998], 1),
+    ],
+)
 @ranks(2)
-def test_units_of_less_than_a_hundredth_of_the_model_give_a_warning() -> None:
-    assert kinds(each_a_unit(*[1000] * 99)) == []
-    (advice,) = each_a_unit(*[1000] * 101).warnings
-    assert len(advice.units) == 101
-    assert "layers.0, layers.1, layers.2, layers.3 and 97 more" in str(each_a_unit(*[1000] * 101))
+def test_units_of_less_than_a_hundredth_of_the_model_or_33_million_are_small(sizes: list[int], num_small: int) -> None:
+    found = each_a_unit(*sizes)
+    assert [(advice.kind, len(advice.units)) for advice in found.warnings] == [("small", num_small)][: num_small > 0]
+    if num_small == 101:
+        assert "layers.0, layers.1, layers.2, layers.3 and 97 more" in str(found)
 
 
-@pytest.mark.spec("EXPLAIN-07")
-@ranks(2)
-def test_no_unit_above_the_size_limit_of_the_paper_is_too_small() -> None:
-    assert kinds(each_a_unit(*[400_000_000] * 2, 33_000_002)) == []
-    assert kinds(each_a_unit(*[400_000_000] * 2, 32_999_998)) == ["small"]
+class SharedBias(nn.Module):
+    """Seven layers with one bias."""
 
-
-@pytest.mark.spec("EXPLAIN-07")
-@ranks(2)
-def test_remaining_root_params_may_be_small() -> None:
-    model = Wide(1000, 1000, 4)
-    for layer in model.layers[:2]:
-        fully_shard(layer)
-    assert kinds(explain(fully_shard(model))) == []
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(7)))
+        for layer in self.layers:
+            layer.bias = self.layers[0].bias
 
 
 @pytest.mark.spec("EXPLAIN-08")
 @pytest.mark.parametrize("api", [*ALL_APIS, None], ids=str)
 @ranks(2)
-def test_tied_weights_are_warned_of_and_counted_once(api: Api | None) -> None:
-    model = Tied().to(device())
+def test_tied_weights_are_warned_of_with_all_names_and_counted_once(api: Api | None) -> None:
+    model = SharedBias().to(device())
     num = sum(p.numel() for p in model.parameters())
     found = explain(model if api is None else api.shard(model))
     (advice,) = [advice for advice in found.warnings if advice.kind == "tied"]
-    assert "first.weight is also last.weight" in advice.cause
+    assert [number for number in range(7) if f"layers.{number}.bias" in advice.cause] == [*range(7)]
+    assert not [number for number in range(7) if f"layers.{number}.weight" in advice.cause]
     assert advice.units == ("(root)",)
     assert found.numel == num
 
@@ -377,14 +293,6 @@ def test_explain_warns_of_mixed_frozen_params_only_for_wrapper() -> None:
     assert "frozen" not in kinds(explain(sharded(model)))
 
 
-@pytest.mark.spec("EXPLAIN-09")
-@ranks(2)
-def test_frozen_parameters_in_separate_flat_units_give_no_warning() -> None:
-    model = seeded()
-    model.blocks[2].requires_grad_(False)
-    assert "frozen" not in kinds(explain(wrapped(model)))
-
-
 @pytest.mark.spec("EXPLAIN-10")
 @ranks(2)
 def test_batch_norm_in_low_precision_gives_a_warning() -> None:
@@ -396,20 +304,20 @@ def test_batch_norm_in_low_precision_gives_a_warning() -> None:
         return [text for advice in found.warnings if advice.kind == "batch-norm" for text in advice.units]
 
     assert of() == []
-    assert of(mp_policy=MixedPrecisionPolicy(torch.bfloat16)) == ["0", "1"]
-    assert of(mp_policy=MixedPrecisionPolicy(None, torch.bfloat16)) == []
+    assert of(mp_policy=subject.MixedPrecisionPolicy(torch.bfloat16)) == ["0", "1"]
+    assert of(mp_policy=subject.MixedPrecisionPolicy(None, torch.bfloat16)) == []
 
 
 @pytest.mark.spec("EXPLAIN-10", "EXPLAIN-11")
 @ranks(2)
 def test_explain_does_not_warn_about_wrapped_batch_norm() -> None:
-    low = MixedPrecision(param_dtype=torch.bfloat16)
+    low = subject.MixedPrecision(param_dtype=torch.bfloat16)
     with pytest.warns(UserWarning, match="BatchNorm1d"):
         model = wrapped(nn.Sequential(NormedBlock(), NormedBlock()).to(device()), mixed_precision=low)
     found = explain(model)
     assert "batch-norm" not in kinds(found)
     assert "0.norm has a different compute dtype, reduce dtype from most" in found.assumptions[0]
-    statistics = MixedPrecision(buffer_dtype=torch.float16)
+    statistics = subject.MixedPrecision(buffer_dtype=torch.float16)
     by_hand = FullyShardedDataParallel(NormedBlock().to(device()), mixed_precision=statistics)
     assert "batch-norm" in kinds(explain(by_hand))
 
@@ -454,26 +362,6 @@ def test_the_text_fits_a_terminal_and_equal_units_share_a_line() -> None:
     assert [line.split("  ")[0] for line in lines[2:5]] == ["unit", "(root)", "blocks.0 to blocks.3 (4)"]
     assert "largest unit: (root), 25 % of the parameters" in text
     assert "Adam" in text
-    long = str(each_a_unit(*[1000] * 101))
-    assert max(map(len, long.splitlines())) <= 120
-
-
-class Reader(HTMLParser):
-    """Collects the text of a page, and checks that every tag is closed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words, self.open = "", list[str]()
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag != "br":
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        self.words += data
 
 
 @pytest.mark.spec("EXPLAIN-12", "SAVE-09")
@@ -482,51 +370,21 @@ def test_a_notebook_shows_tables_and_escapes_names() -> None:
     model = nn.Sequential()
     model.add_module("<script>alert('&')</script>", Block())
     model.add_module("tied", Tied())
-    model.to(device())
-    for part in model:
+    for part in model.to(device()):
         fully_shard(part)
     found = explain(fully_shard(model))
     page = found._repr_html_()
     assert "<script" not in page
-    assert html.escape("<script>") in page
-    reader = Reader()
-    reader.feed(page)
-    assert reader.open == []
+    # Closed tags only.
+    words = " ".join(ET.fromstring(f"<div>{page.replace('<br>', '<br/>')}</div>").itertext())
     for unit in found.units:
-        assert unit.label in reader.words
+        assert unit.label in words
     for advice in found.warnings:
-        assert advice.cause in reader.words
-        assert advice.remedy in reader.words
-    for parameter in found.units[0].parameters:
-        assert parameter.name in reader.words
-
-
-PAGE = Path(__file__).parents[2] / "docs" / "tools" / "explain.md"
-
-
-@pytest.mark.spec("EXPLAIN-12")
-@ranks(2)
-def test_examples_on_the_page_equal_the_printed_output() -> None:
-    blocks = re.findall(r"^```(python|text)\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
-    (_, plain), (_, before), (_, shards), (_, after), *_ = blocks
-    names: dict[str, Any] = {}
-    for code, expected in [(plain, before), (shards, after)]:
-        with contextlib.redirect_stdout(io.StringIO()) as printed:
-            exec(code, names)
-        assert printed.getvalue() == expected
-
-
-@pytest.mark.spec("EXPLAIN-12")
-@pytest.mark.pure
-def test_the_result_cannot_be_changed() -> None:
-    found = explain(Stack())
-    for record, field in [(found, "units"), (found.units[0], "name"), (found.warnings[0], "cause")]:
-        with pytest.raises(FrozenInstanceError):
-            setattr(record, field, None)
+        assert advice.cause in words
+        assert advice.remedy in words
 
 
 @pytest.mark.spec("EXPLAIN-13")
-@pytest.mark.pure
 def test_explain_refuses_unsupported_input() -> None:
     with pytest.raises(TypeError, match=r"expects an nn.Module, got an object of type list"):
         explain([Stack()])  # type: ignore[arg-type]

@@ -1,9 +1,7 @@
-"""Predictions of ``explain``, compared with measured memory and traffic. Measured by the code of ``test_cost.py``."""
+"""Predictions of ``explain`` that `Job` alone does not show, compared with measured memory and traffic."""
 
 from __future__ import annotations
 
-import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,101 +11,17 @@ from torch import nn
 
 import minifsdp
 from minifsdp_tools.cost import Job, cost_of
-from minifsdp_tools.explain import STATES, Explanation
+from minifsdp_tools.explain import STATES
 from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.subject import FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy
-from spec_tests.tools.test_cost import (
-    FULL,
-    JOB,
-    LOW,
-    PRECISIONS,
-    SHARDED,
-    SLACK,
-    Pair,
-    Tower,
-    assert_as_priced,
-    assert_model_sends,
-    fused_adam,
-    job_for,
-    weighed,
-    wrapped,
-)
+from spec_tests.tools.test_cost import JOB, Pair, Tower, assert_memory, assert_sends, job_for, weighed
 
-# A value that is too large is measured again, because on a busy machine the threads of gloo release tensors late. A
-# value that is too small is an error at once.
-ATTEMPTS = 4
-
-
-def measured(job: Job, make: Any = wrapped, optimize: Any = fused_adam, **options: Any) -> Explanation:
-    """Compares the stored, needed and sent bytes of a step with the prediction, for the model that ``make`` builds."""
-    found, said = weighed_and_explained(job, make, optimize, **options)
-    assert_as_priced(found, said.cost)
-    assert_model_sends(make(job), job, said.cost)
-    return said
-
-
-def weighed_and_explained(job: Job, make: Any, optimize: Any, **options: Any) -> tuple[dict[str, float], Explanation]:
-    said: list[Explanation] = []
-
-    def explained(job: Job) -> nn.Module:
-        model: nn.Module = make(job)
-        said.append(minifsdp.explain(model, **options))
-        return model
-
-    least: dict[str, float] = {}
-    for _ in range(ATTEMPTS):
-        found = weighed(job, make=explained, optimize=optimize)
-        least = {phase: min(weight, least.get(phase, weight)) for phase, weight in found.items()}
-        above = max(weight - getattr(said[0].cost, phase) for phase, weight in least.items())
-        too_large = torch.tensor(float(above > SLACK), device=device())
-        dist.all_reduce(too_large, dist.ReduceOp.MAX)
-        if not too_large:
-            break
-    return least, said[0]
-
-
-@pytest.mark.spec("EXPLAIN-03")
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("strategy", [*SHARDED, "NO_SHARD"])
-@ranks(2)
-def test_explain_predicts_measured_cost_of_wrapper(strategy: str, precision: str) -> None:
-    compute, reduce = PRECISIONS[precision]
-    measured(job_for(strategy, compute=compute, reduce=reduce))
-
-
-@pytest.mark.spec("EXPLAIN-03")
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("strategy", SHARDED)
-@ranks(2)
-def test_explain_predicts_measured_cost_of_fully_shard(strategy: str, precision: str) -> None:
-    compute, reduce = PRECISIONS[precision]
-    measured(job_for(strategy, compute=compute, reduce=reduce, per_parameter=True))
-
-
-@pytest.mark.spec("EXPLAIN-03")
-@pytest.mark.parametrize("options", [{"forward_prefetch": True}, {"backward_prefetch": False}, {"root": ()}])
-@ranks(2)
-def test_prefetching_and_a_root_without_parameters_are_predicted(options: dict[str, Any]) -> None:
-    measured(job_for("FULL_SHARD", **options))
+LOW = torch.bfloat16
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, foreach=False)
-
-
-def sgd_with_momentum(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, foreach=False)
-
-
-@pytest.mark.spec("EXPLAIN-03")
-@pytest.mark.parametrize("per_parameter", [False, True])
-@pytest.mark.parametrize("name", ["SGD", "SGD with momentum"])
-@ranks(2)
-def test_optimizer_states_equal_those_of_the_named_optimizer(name: str, per_parameter: bool) -> None:
-    optimize = sgd if name == "SGD" else sgd_with_momentum
-    found = measured(job_for("FULL_SHARD", per_parameter=per_parameter), optimize=optimize, optimizer=name)
-    assert found.optimizer_bytes == (0 if name == "SGD" else found.parameter_bytes)
 
 
 @pytest.mark.spec("EXPLAIN-03")
@@ -127,39 +41,19 @@ def test_supported_optimizers_have_expected_state_size(name: str) -> None:
 
 def with_a_root_that_reshards(job: Job) -> nn.Module:
     model = Tower().to(device())
-    for pair in model.pairs:
-        subject.fully_shard(pair, reshard_after_forward=True)
-    return subject.fully_shard(model, reshard_after_forward=True)
+    for part in (*model.pairs, model):
+        subject.fully_shard(part, reshard_after_forward=True)
+    return model
 
 
 @pytest.mark.spec("EXPLAIN-03")
 @ranks(2)
 def test_root_that_reshards_is_all_gathered_twice() -> None:
-    found = measured(job_for("FULL_SHARD", per_parameter=True), with_a_root_that_reshards)
-    assert found.cost.num_collectives["AG"] == 2 * 5
-
-
-@pytest.mark.spec("EXPLAIN-03")
-@pytest.mark.parametrize("strategy", ["HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"])
-@ranks(4)
-def test_explain_predicts_hybrid_like_calculator(strategy: str) -> None:
-    job = replace(JOB, strategy=strategy, num_shards=2, num_replicas=2)
-    model = wrapped(job)
-    said = minifsdp.explain(model)
-    assert said.cost == cost_of(job)
-    assert said.job.strategy == strategy
-    assert_model_sends(model, job, said.cost)
-
-
-@pytest.mark.spec("EXPLAIN-03")
-@ranks(4)
-def test_explain_predicts_smaller_mesh_like_calculator() -> None:
-    job = replace(JOB, num_shards=4, reshards_to=2, per_parameter=True)
-    model = wrapped(job)
-    said = minifsdp.explain(model)
-    # For CPUs, `explain` also detects ``by_messages``, with more memory in flight.
-    assert said.cost == cost_of(replace(job, by_messages=said.job.by_messages))
-    assert_model_sends(model, job, said.cost)
+    job = job_for("FULL_SHARD", per_parameter=True)
+    explained = minifsdp.explain(with_a_root_that_reshards(job))
+    assert explained.cost.num_collectives["AG"] == 2 * 5
+    assert_memory(weighed(job, with_a_root_that_reshards), explained.cost)
+    assert_sends(with_a_root_that_reshards(job), job, explained.cost)
 
 
 @pytest.mark.spec("EXPLAIN-03")
@@ -175,10 +69,20 @@ def test_buffers_are_counted_in_buffer_dtype_before_the_first_forward() -> None:
     assert before.job.buffers == after.job.buffers == sum(b.nbytes for b in low.buffers()) == 3 * 2 + 8
 
 
+@pytest.mark.spec("EXPLAIN-03")
+@ranks(2)
+def test_activations_that_are_given_are_added_to_the_peaks() -> None:
+    model = FullyShardedDataParallel(Tower().to(device()), mixed_precision=MixedPrecision(LOW, torch.float32))
+    without, with_them = minifsdp.explain(model).cost, minifsdp.explain(model, activations=1000).cost
+    assert (with_them.stored, with_them.peak_backward) == (without.stored, without.peak_backward + 1000)
+
+
 # ---- frozen ---------------------------------------------------------------------------------------------------------
 
+HALVES = [f"pairs.{number}.first" for number in range(4)]
 
-def partly_frozen(job: Job, *parts: str) -> nn.Module:
+
+def partly_frozen(job: Job, parts: list[str]) -> Any:
     """A `Tower` whose modules ``parts`` are frozen, sharded as the job describes."""
     model = Tower().to(device())
     for part in parts:
@@ -192,79 +96,47 @@ def partly_frozen(job: Job, *parts: str) -> nn.Module:
     return FullyShardedDataParallel(model, None, strategy, auto_wrap_policy=policy, use_orig_params=True)
 
 
-def with_frozen_units(job: Job) -> nn.Module:
-    return partly_frozen(job, "pairs.1", "pairs.2")
-
-
-def with_a_frozen_root(job: Job) -> nn.Module:
-    return partly_frozen(job, "last")
-
-
-def with_frozen_halves(job: Job) -> nn.Module:
-    return partly_frozen(job, *(f"pairs.{number}.first" for number in range(4)))
-
-
 @pytest.mark.spec("EXPLAIN-04")
-@pytest.mark.parametrize("per_parameter", [False, True])
-@pytest.mark.parametrize("strategy", SHARDED)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize(
+    ("parts", "per_parameter", "trained"),
+    [
+        (["pairs.1", "pairs.2"], False, 5 / 9),
+        (["pairs.1", "pairs.2"], True, 5 / 9),
+        (["last"], False, 8 / 9),
+        (["last"], True, 8 / 9),
+        (HALVES, True, 5 / 9),
+    ],
+    ids=["units", "units of fully_shard", "root", "root of fully_shard", "halves of fully_shard"],
+)
 @ranks(2)
-def test_frozen_units_have_no_gradients_and_no_states(strategy: str, per_parameter: bool) -> None:
+def test_frozen_parts_have_no_gradients(parts: list[str], per_parameter: bool, trained: float, strategy: str) -> None:
     job = job_for(strategy, per_parameter=per_parameter)
-    found = measured(job, with_frozen_units)
-    assert found.cost.num_collectives["RS"] == 3
-    assert found.gradient_bytes == found.parameter_bytes * 5 / 9
-    assert found.optimizer_bytes == 2 * found.gradient_bytes
+    explained = minifsdp.explain(partly_frozen(job, parts))
+    assert explained.gradient_bytes == explained.parameter_bytes * trained
+    assert explained.optimizer_bytes == 2 * explained.gradient_bytes
+    assert explained.cost.sent["RS"] == cost_of(JOB).sent["RS"] * trained
+    assert_memory(weighed(job, lambda job: partly_frozen(job, parts)), explained.cost)
+    assert_sends(partly_frozen(job, parts), job, explained.cost)
 
 
-@pytest.mark.spec("EXPLAIN-04")
-@pytest.mark.parametrize("per_parameter", [False, True])
-@ranks(2)
-def test_frozen_root_has_no_unreduced_gradient(per_parameter: bool) -> None:
-    found = measured(job_for("FULL_SHARD", per_parameter=per_parameter), with_a_frozen_root)
-    assert found.gradient_bytes == found.parameter_bytes * 8 / 9
-
-
-@pytest.mark.spec("EXPLAIN-04")
-@ranks(2)
-def test_fully_shard_has_no_gradient_for_mixed_frozen_params() -> None:
-    found = measured(job_for("FULL_SHARD", per_parameter=True), with_frozen_halves)
-    assert found.gradient_bytes == found.parameter_bytes * 5 / 9
-    assert found.cost.sent["RS"] == cost_of(JOB).sent["RS"] * 5 / 9
-
-
+@pytest.mark.filterwarnings("ignore:.*frozen parameters")
 @pytest.mark.spec("EXPLAIN-04", "EXPLAIN-09")
 @ranks(2)
 def test_flat_unit_has_gradient_for_frozen_params() -> None:
     job = job_for("FULL_SHARD")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found, said = weighed_and_explained(job, with_frozen_halves, sgd, optimizer="SGD")
-        assert_model_sends(with_frozen_halves(job), job, said.cost)
-    assert all("frozen parameters" in str(warning.message) for warning in caught)
-    assert said.gradient_bytes == said.parameter_bytes
-    assert "the shard on a rank determines" in said.assumptions[0]
+    found = weighed(job, lambda job: partly_frozen(job, HALVES), sgd)
+    explained = minifsdp.explain(partly_frozen(job, HALVES), optimizer="SGD")
+    assert_sends(partly_frozen(job, HALVES), job, explained.cost)
+    assert explained.gradient_bytes == explained.parameter_bytes
+    assert "the shard on a rank determines" in explained.assumptions[0]
     if dist.get_rank() == 1:
-        assert_as_priced(found, said.cost)
+        assert_memory(found, explained.cost)
     else:
         # The first rank owns the frozen halves. The only gradient that it keeps is that of the root.
-        assert found["after_backward"] - found["stored"] < said.gradient_bytes / 2
-    assert [advice.kind for advice in said.warnings] == ["frozen"] * 4
-    assert "16.4 kB of it are allocated" in said.warnings[0].cause
+        assert found["after_backward"] - found["stored"] < explained.gradient_bytes / 2
+    assert [advice.kind for advice in explained.warnings] == ["frozen"] * 4
+    assert "16.4 kB of it are allocated" in explained.warnings[0].cause
     # The second rank owns all states except those of the root. The prediction is the mean of both ranks.
-    with_states = explain_with_adam(job)
-    assert with_states.optimizer_bytes == 2 * said.parameter_bytes * 5 / 9
-
-
-def explain_with_adam(job: Job) -> Explanation:
-    with pytest.warns(UserWarning, match="frozen parameters"):
-        model = with_frozen_halves(job)
-    return minifsdp.explain(model)
-
-
-@pytest.mark.spec("EXPLAIN-03")
-@ranks(2)
-def test_activations_that_are_given_are_added_to_the_peaks() -> None:
-    model = wrapped(job_for("FULL_SHARD", compute=LOW, reduce=FULL))
-    without, with_them = minifsdp.explain(model), minifsdp.explain(model, activations=1000)
-    assert with_them.cost.peak_backward == without.cost.peak_backward + 1000
-    assert with_them.cost.stored == without.cost.stored
+    with_adam = minifsdp.explain(partly_frozen(job, HALVES))
+    assert with_adam.optimizer_bytes == 2 * explained.parameter_bytes * 5 / 9

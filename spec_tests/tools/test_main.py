@@ -16,8 +16,6 @@ from minifsdp.debugging.explain_error import TOOLS, explanation, main
 from minifsdp.engine.messages import message, texts
 from spec_tests.harness.accounting import ROOT
 
-pytestmark = pytest.mark.pure
-
 PARSE = Formatter().parse
 
 

@@ -14,8 +14,6 @@ from hypothesis import strategies as st
 from minifsdp.trace import Event
 from minifsdp_tools.timeline import chrome_trace, gathered_bytes, peak_gathered_bytes, svg
 
-pytestmark = pytest.mark.pure
-
 SVG = "{http://www.w3.org/2000/svg}"
 MILLI = 1e-3
 
@@ -70,18 +68,7 @@ def test_all_gather_adds_bytes_and_reshard_subtracts_them() -> None:
     assert peak_gathered_bytes(step_of_two_units()) == 264
 
 
-def test_reshard_of_unit_unsharded_before_recording_counts_zero() -> None:
-    assert gathered_bytes([Event("FREE", "0", 1.0, 1.0, 8)]) == [(1.0, 0)]
-    assert peak_gathered_bytes([]) == 0
-
-
 # --- the picture ---
-
-
-def test_every_span_of_every_rank_becomes_one_box() -> None:
-    kinds = [kind for kind, *_ in boxes(svg([step_of_two_units(), step_of_two_units()]))]
-
-    assert {kind: kinds.count(kind) for kind in set(kinds)} == {"AG": 6, "F": 4, "B": 4, "RS": 4}
 
 
 def test_left_edge_and_width_of_a_box_are_proportional_to_time() -> None:
@@ -99,109 +86,6 @@ def test_overlapping_boxes_are_in_different_rows() -> None:
         assert all(end <= start + 0.6 for (_, end), (start, _) in pairwise(row))
 
 
-def labels(picture: str) -> dict[str, list[str]]:
-    """The labels of each kind."""
-    found = boxes(picture)
-    return {kind: [label for other, *_, label in found if other == kind] for kind, *_ in found}
-
-
-def test_all_boxes_of_a_picture_have_the_same_form_of_label() -> None:
-    events = step_of_two_units()
-
-    assert labels(svg([events], width=2400)) == {
-        "F": ["F root", "F blocks.0"],
-        "B": ["B root", "B blocks.0"],
-        "AG": ["AG root", "AG blocks.0", "AG blocks.0"],
-        "RS": ["RS blocks.0", "RS root"],
-    }
-    short = labels(svg([events], width=800))
-    assert (short["F"], short["B"], short["AG"]) == (["F root", "F 0"], ["B root", "B 0"], ["", "AG 0", "AG 0"])
-    # The shortest form, because no longer one fits into two thirds of the boxes. The small boxes are empty.
-    least = labels(svg([events], width=400))
-    assert (least["F"], least["AG"], least["RS"]) == (["root", "0"], ["", "0", "0"], ["0", ""])
-
-
-@pytest.mark.parametrize(("width", "form"), [(600, "F stage{0}.block{1}"), (430, "F block{1}"), (300, "F {1}")])
-def test_label_is_shortened_to_the_number_of_a_block(width: int, form: str) -> None:
-    events = [Event("F", f"stage{n // 2}.block{n}", n, n + 1.0) for n in range(4)]
-
-    assert [label for *_, label in boxes(svg([events], width=width))] == [form.format(n // 2, n) for n in range(4)]
-
-
-def test_short_label_is_never_shared_by_two_units() -> None:
-    events = [Event("F", f"blocks.{n // 2}.linear{n % 2}", n, n + 1.0) for n in range(4)]
-
-    assert [label for *_, label in boxes(svg([events], width=1200))][1] == "F blocks.0.linear1"
-    assert [label for *_, label in boxes(svg([events], width=400))] == [""] * 4
-
-
-def test_each_reshard_has_a_mark_at_its_time() -> None:
-    paths = ET.fromstring(svg([step_of_two_units()], width=1128)).iter(f"{SVG}path")
-    starts = [path.get("d", "").split()[0] for path in paths if path.get("class") == "FREE"]
-
-    assert starts[1:] == ["M400.5", "M950.5", "M1000.5"]  # The first is in the legend; a mark is 7 pixels wide.
-
-
-def test_all_reduce_track_appears_only_if_recorded() -> None:
-    plain = step_of_two_units()
-    hybrid = [*plain, Event("AR", "", 50.1, 50.11, 64, (0, 2), torch.float32, "all_reduce")]
-
-    assert "all-reduce" not in texts(svg([plain]))
-    assert "AR all-reduce" not in texts(svg([plain]))
-    assert "all-reduce" in texts(svg([hybrid]))
-    assert "AR all-reduce" in texts(svg([hybrid]))
-
-
-def test_a_wait_of_the_rate_limiter_is_a_bar_of_its_length() -> None:
-    events = [*step_of_two_units(), Event("WAIT", "blocks.0", 50.02, 50.03)]
-    paths = ET.fromstring(svg([events], width=1128)).iter(f"{SVG}path")
-    bars = [path.get("d", "") for path in paths if path.get("class") == "WAIT"]
-
-    assert bars[1].startswith("M304.0 ")
-    assert "h100.0" in bars[1]
-
-
-def test_two_pictures_can_share_an_axis() -> None:
-    short = [Event("F", "", 1.0, 1.1)]
-    _, left, _, width, _ = boxes(svg([short], width=1128, seconds=0.4))[0]
-    assert (left, width) == (104.0, 250.0)
-
-
-def test_box_is_pale_after_the_arrival_of_its_data() -> None:
-    all_gather = Event("AG", "0", 1.0, 1.1, 8, (0, 1), torch.float32, "gather", 1.06)
-    picture = ET.fromstring(svg([[all_gather]], width=1128, seconds=0.1))
-    pale = [rect for rect in picture.iter(f"{SVG}rect") if rect.get("class") == "there"]
-    assert [(rect.get("x"), rect.get("width")) for rect in pale] == [("704.0", "399.5")]
-    assert any("pale" in text for text in texts(svg([[all_gather]])))
-    assert not any("pale" in text for text in texts(svg([step_of_two_units()])))
-
-
-def test_the_axis_counts_in_round_milliseconds() -> None:
-    axis = [
-        text.text
-        for text in ET.fromstring(svg([step_of_two_units()])).iter(f"{SVG}text")
-        if "mid" in text.get("class", "")
-    ]
-
-    assert axis == ["0 ms", "10", "20", "30", "40", "50", "60", "70", "80", "90", "100"]
-
-
-def test_picture_does_not_depend_on_the_zero_of_the_clock() -> None:
-    # Powers of two, so that shifting the clock is exact in floating point.
-    def events(zero: float) -> list[Event]:
-        return [Event("F", "0", zero + 0.25, zero + 0.5), Event("B", "0", zero + 0.5, zero + 1.0)]
-
-    assert svg([events(0.0)]) == svg([events(1024.0)])
-
-
-def test_missing_origins_start_each_rank_at_zero() -> None:
-    picture = svg([step_of_two_units(50.0), step_of_two_units(50.02)])
-    lefts = [left for kind, left, *_ in boxes(picture) if kind == "AG"]
-
-    assert lefts[:3] == lefts[3:]
-    assert any("each rank's own first event" in text for text in texts(picture))
-
-
 def test_origins_shift_later_rank_and_change_caption() -> None:
     picture = svg([step_of_two_units(50.0), step_of_two_units(7.02)], origins=[50.0, 7.0], width=1328)
     lefts = [left for kind, left, *_ in boxes(picture) if kind == "AG"]
@@ -210,10 +94,27 @@ def test_origins_shift_later_rank_and_change_caption() -> None:
     assert any("barrier" in text for text in texts(picture))
 
 
-def test_as_many_origins_as_ranks_are_required() -> None:
-    for draw in (svg, chrome_trace):
-        with pytest.raises(ValueError, match="2 ranks but 1 origins"):
-            draw([[], []], origins=[0.0])
+def test_reshards_have_marks_and_waits_of_the_rate_limiter_have_bars() -> None:
+    events = [*step_of_two_units(), Event("WAIT", "blocks.0", 50.02, 50.03)]
+    paths = list(ET.fromstring(svg([events], width=1128)).iter(f"{SVG}path"))
+    # The first of each kind is in the legend. A mark is 7 pixels wide.
+    marks, bars = ([path.get("d", "") for path in paths if path.get("class") == kind][1:] for kind in ("FREE", "WAIT"))
+    assert [mark.split()[0] for mark in marks] == ["M400.5", "M950.5", "M1000.5"]
+    assert bars[0].startswith("M304.0 ")
+    assert "h100.0" in bars[0]
+
+
+def test_all_reduce_track_appears_only_if_recorded() -> None:
+    plain = step_of_two_units()
+    hybrid = [*plain, Event("AR", "", 50.1, 50.11, 64, (0, 2), torch.float32, "all_reduce")]
+    assert "AR all-reduce" not in texts(svg([plain]))
+    assert "AR all-reduce" in texts(svg([hybrid]))
+
+
+def test_short_label_is_never_shared_by_two_units() -> None:
+    events = [Event("F", f"blocks.{n // 2}.linear{n % 2}", n, n + 1.0) for n in range(4)]
+    assert [label for *_, label in boxes(svg([events], width=1200))][1] == "F blocks.0.linear1"
+    assert [label for *_, label in boxes(svg([events], width=400))] == [""] * 4
 
 
 @pytest.mark.spec("SAVE-09")
@@ -224,50 +125,10 @@ def test_names_are_escaped() -> None:
     assert "<&>" in texts(picture)
 
 
-def test_picture_contains_no_script_and_no_external_resources() -> None:
-    picture = svg([step_of_two_units()])
-
-    assert "script" not in picture
-    assert "href" not in picture
-    assert "url(" not in picture
-    assert picture.count("http") == 1  # The namespace of SVG.
-
-
-def test_picture_supports_dark_mode() -> None:
-    assert "@media (prefers-color-scheme:dark)" in svg([step_of_two_units()])
-
-
 @pytest.mark.parametrize("events", [[], [[]], [[], [Event("FREE", "0", 3.0, 3.0, 8)]]])
 def test_a_recording_with_nothing_in_it_still_gives_a_valid_picture(events: list[list[Event]]) -> None:
     assert ET.fromstring(svg(events)).tag == f"{SVG}svg"
     json.dumps(chrome_trace(events))
-
-
-def test_picture_too_narrow_for_tracks_is_refused() -> None:
-    with pytest.raises(ValueError, match="width=100"):
-        svg([step_of_two_units()], width=100)
-
-
-def test_description_gives_the_order_of_events_in_words() -> None:
-    desc = ET.fromstring(svg([step_of_two_units(), []])).find(f"{SVG}desc")
-
-    assert desc is not None
-    assert desc.text == (
-        "Order on rank 0: all-gather root, forward root, all-gather blocks.0, forward blocks.0, free blocks.0, "
-        "backward root, all-gather blocks.0, backward blocks.0, free blocks.0, reduce-scatter blocks.0, free root, "
-        "reduce-scatter root."
-    )
-
-
-def test_description_ends_after_forty_events() -> None:
-    events = [Event("F", f'"<{n}>"', n, n + 1.0) for n in range(50)]
-    desc = ET.fromstring(svg([events[::-1]])).find(f"{SVG}desc")
-
-    assert desc is not None
-    assert desc.text
-    assert desc.text.startswith('Order on rank 0: forward "<0>", forward "<1>", ')
-    assert desc.text.endswith('forward "<39>", and 10 more.')
-    assert "<desc>" not in svg([[]])
 
 
 # --- the trace ---
@@ -279,14 +140,6 @@ def test_trace_has_process_per_rank_and_thread_per_stream() -> None:
 
     assert {item["args"]["name"] for item in items if item["name"] == "process_name"} == {"rank 0", "rank 1"}
     assert {name for rank, name in named if rank == 1} == {"compute", "compute (2)", "gather", "reduce", "reduce (2)"}
-
-
-def test_trace_shows_the_memory_of_each_rank_in_its_own_process() -> None:
-    items = chrome_trace([step_of_two_units(), [Event("AG", "", 0.0, 1.0, 8, stream="gather")]])["traceEvents"]
-    peaks = {rank: [i["args"]["bytes"] for i in items if i["ph"] == "C" and i["pid"] == rank] for rank in (0, 1)}
-
-    assert max(peaks[0]) == 264
-    assert peaks[1] == [8]
 
 
 def test_spans_moments_and_memory_follow_the_trace_event_format() -> None:
