@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
-from spec_tests.random_programs import record as fuzz
-from spec_tests.random_programs.record import summary
 
 from docs_build.pages import faults
 from docs_build.recording import records
+from spec_tests.random_programs import record as fuzz
+from spec_tests.random_programs.record import summary
 from spec_tools.processes import kills, matrix, restarts, soak
 
 REPORTED = {"circumstances": ["* recorded today"]}

@@ -5,8 +5,8 @@
     python -m spec_tests.random_programs '{"model": ...}'      one program, from the report of a failure
 
 For each failure it prints the smallest program that fails in the same way, and the command that runs it again. Its exit
-status is 1 if anything failed. With ``--api torch_wrapped``, torch runs the same program, which shows whether torch also
-fails. On a very busy machine, ranks may not rendezvous in time, which causes a false finding.
+status is 1 if anything failed. With ``--api torch_wrapped``, torch runs the same program, which shows whether torch
+also fails. On a very busy machine, ranks may not rendezvous in time, which causes a false finding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Some hundreds of random sequences of calls, each wrong call by itself, and tests of the errors that they have found."""
+"""Hundreds of random sequences of calls, each wrong call by itself, and tests of the errors that they have found."""
 
 from __future__ import annotations
 
