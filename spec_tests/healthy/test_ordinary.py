@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spec_tests.harness import ranks
 from spec_tests.healthy.quiet import both_apis, healthy
 from spec_tests.healthy.support import (
     WIDTH,
@@ -26,6 +27,7 @@ from spec_tests.healthy.support import (
     Training,
     assert_same,
     batch,
+    full_parameters,
     late,
     mesh_of,
     num_sent,
@@ -444,3 +446,18 @@ def test_one_replica_may_evaluate_more_batches(api: str) -> None:
             for number in range(3 if rank() < 2 else 0):
                 training.model(batch(rank() % 2, number))
     training.check()
+
+
+@pytest.mark.spec("SD-FULL-10")
+@ranks(2)
+def test_rank_0_may_load_a_checkpoint_into_the_plain_module_before_wrapping() -> None:
+    torch.manual_seed(3)
+    checkpoint = Net().state_dict()
+    torch.manual_seed(4 + rank())
+    net = Net()
+    if rank() == 0:
+        net.load_state_dict(checkpoint)
+    model = shard("wrapper", net, sync_module_states=True)
+    assert full_parameters(model).keys() == checkpoint.keys()
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, checkpoint[name]), name
