@@ -48,5 +48,4 @@ the program again::
 * ``known.py``: short programs of calls, one for each kind of wrong number.
 * ``pairs.py``: the table of combined options.
 * ``races.py``: runs a program on the simulated device.
-* ``record.py``: the record in the documentation.
 """

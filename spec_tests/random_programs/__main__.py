@@ -34,7 +34,6 @@ def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit status."""
     # Imported here, because ranks import this module too, as their parent's main module.
     from spec_tests.harness import pool
-    from spec_tests.random_programs.record import record
 
     parser = argparse.ArgumentParser(prog="python -m spec_tests.random_programs", description=__doc__)
     parser.add_argument("what", nargs="*", help=f"some of {', '.join(KINDS)}, or one program as JSON; default: all")
@@ -43,13 +42,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, help="another one each time, if it is not given")
     parser.add_argument("--device", choices=["cpu", "cuda", "simulated"], default="cpu", help="for one program")
     parser.add_argument("--log", action="store_true", help="print the result of each call of one program")
-    parser.add_argument("--record", action="store_true", help="run the programs of the documentation's record")
     chosen = parser.parse_args(arguments)
     seed = int.from_bytes(os.urandom(4)) if chosen.seed is None else chosen.seed
     try:
-        if chosen.record:
-            record(seed)
-            return 0
         if chosen.what and chosen.what[0].startswith("{"):
             return replayed(chosen.what[0], chosen.api, chosen.device, logs=chosen.log)
         return hunt(chosen.what or KINDS, [chosen.api] if chosen.api else APIS, chosen.minutes, seed)
