@@ -57,8 +57,8 @@ def test_each_wrong_call_is_refused_and_training_continues(api: str, names: list
 @pytest.mark.spec("FUZZ-03")
 @apis
 def test_programs_with_different_calls_on_the_ranks_raise_on_each_rank_without_a_hang(api: str) -> None:
-    programs = [program for program in drawn("apart", 30, 8, api) if program.is_apart]
-    assert len(programs) >= 5
+    programs = [program for program in drawn("apart", 12, 8, api) if program.is_apart]
+    assert len(programs) >= 3
     assert failure_of(programs) is None
 
 
