@@ -4,7 +4,6 @@
 ``python -m spec_tools.processes faults --record``    every fault at every stage
 ``python -m spec_tools.processes restarts --record``  under a real torchrun
 ``python -m spec_tools.processes kills --record``     kill -9 in a save
-``python -m spec_tools.fuzz --record``                random programs
 ``python -m spec_tools.processes soak --record``      2,000 steps
 ==================================================  ======================================
 """

@@ -1,12 +1,11 @@
-"""Healthy programs: no check may end, refuse or slow them, and no message may report an error in them.
+"""Whole programs of users: they train like torch's FSDP or like one process, and no check ends, refuses or slows them.
 
-Each program is one function of ``programs/``. It trains a small model on two or four ranks, does one thing that real
-programs do and that a check could take for an error, and compares the parameters with plain training.
+* ``test_dropin.py`` runs the programs in ``dropin/``, which are written for torch. Only their import lines are changed.
+* ``test_ordinary.py``, ``test_uneven.py`` and ``test_wrapped_differently.py`` have programs that do one thing which a
+  check could take for an error. Each compares its parameters with plain training, and no message may report an error.
 
-`test_on_the_pool.py` runs programs that can share a process, on the ranks of the harness. ``spec_tools/processes`` has
-the programs that need their own processes.
+``spec_tools/processes`` has the programs that need their own processes. Every program also runs with torch's FSDP,
+which shows that the program is healthy::
 
-Every program also runs with torch's FSDP, which shows that the program is healthy::
-
-    HEALTHY_IMPL=torch python -m pytest -q spec_tests/healthy spec_tools/processes
+    python -m pytest -q spec_tests/healthy --engine torch
 """

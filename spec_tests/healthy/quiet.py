@@ -1,4 +1,4 @@
-"""Checks that no message reports an error in a healthy program.
+"""Runs a healthy program on ranks, and checks that no message reports an error.
 
 A check may print a line about a rank that is late, with the collective that each rank waits for. It must not report an
 error of a rank.
@@ -6,12 +6,23 @@ error of a rank.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from spec_tests.harness import ranks
+
+both_apis = pytest.mark.parametrize("api", ["wrapper", "fully_shard"])
+only_wrapper = pytest.mark.parametrize("api", ["wrapper"])
+only_fully_shard = pytest.mark.parametrize("api", ["fully_shard"])
 
 ACCUSES = re.compile(
     r"cannot come|(has|have) ended|(has|have) failed|ranks part at|diverge|differ|not sent each other|"
@@ -45,3 +56,19 @@ def says_nothing_wrong() -> Iterator[None]:
             text = file.read().decode(errors="replace")
             print(text, file=sys.stderr, end="", flush=True)
     assert not accusations(text)
+
+
+def healthy(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Runs the test's body on ranks, and checks that they report no error."""
+
+    def decorate(body: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(body)
+        def run(**arguments: Any) -> None:
+            with says_nothing_wrong():
+                body(**arguments)
+                # Ranks wait for each other at the end of a test, like a program that ends normally.
+                dist.barrier()
+
+        return ranks(num_ranks)(run)
+
+    return decorate

@@ -1,4 +1,8 @@
-"""All combinations of front end, strategy and kind of parameters, for tests that compare each with a plain model."""
+"""All combinations of API, strategy and kind of parameters by name, for tests that compare each with a plain model.
+
+A name has two words: an API (the wrapper with ``flat`` or ``original`` parameters, or ``fully_shard``), and a strategy.
+For ``fully_shard`` the second word can also be the value of ``reshard_after_forward``.
+"""
 
 from __future__ import annotations
 
@@ -9,31 +13,31 @@ import pytest
 from torch import nn
 
 from spec_tests.harness import device
-from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, fully_shard
+from spec_tests.models.apis import FULLY_SHARD, ORIGINALS, WRAPPED
+from spec_tests.models.sharding import FLAT_STRATEGIES
+from spec_tests.subject import ShardingStrategy
 
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-# The wrapper with flat or original parameters, and `fully_shard` with the value of `reshard_after_forward`.
+APIS = {"flat": WRAPPED, "original": ORIGINALS, "fully_shard": FULLY_SHARD}
+RESHARDS = {"True": "FULL_SHARD", "False": "SHARD_GRAD_OP"}
 KINDS = [
-    *(f"{parameters} {strategy}" for parameters in ("flat", "original") for strategy in STRATEGIES),
+    *(f"{parameters} {strategy.name}" for parameters in ("flat", "original") for strategy in FLAT_STRATEGIES),
     "fully_shard True",
     "fully_shard False",
 ]
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def shard(kind: str, model: nn.Module, units: Iterable[str] = ()) -> Any:
+def shard(kind: str, model: nn.Module, units: Iterable[str] = (), **options: Any) -> Any:
     """Shards the submodules with the names ``units``, and the model itself."""
-    api, option = kind.split()
-    if api == "fully_shard":
+    name, option = kind.split()
+    api, strategy = APIS[name], ShardingStrategy[RESHARDS.get(option, option)]
+    if api == FULLY_SHARD:
         model.to(device())
-        for module in [*map(model.get_submodule, units), model]:
-            fully_shard(module, reshard_after_forward=option == "True")
-        return model
-    options: dict[str, Any] = {
-        "sharding_strategy": ShardingStrategy[option],
-        "use_orig_params": api == "original",
-        "device_id": device(),
-    }
-    for name in units:
-        model.set_submodule(name, FullyShardedDataParallel(model.get_submodule(name), **options))
-    return FullyShardedDataParallel(model, **options)
+        if option in RESHARDS:
+            # Also for the root.
+            options.setdefault("reshard_after_forward", option == "True")
+    else:
+        options.setdefault("device_id", device())
+    for unit in units:
+        model.set_submodule(unit, api.unit(model.get_submodule(unit), strategy=strategy, **options))
+    return api.unit(model, strategy=strategy, **options)

@@ -16,10 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spec_tests.harness import device
-from spec_tests.models.apis import FULLY_SHARD, ORIGINALS, WRAPPED, Api
-from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
-
-Shard = Callable[[Any], Any]
+from spec_tests.models.kinds import KINDS, shard
 
 
 class Net(nn.Module):
@@ -41,31 +38,17 @@ class Net(nn.Module):
         return result
 
 
-def around(api: Api, strategy: Any = FULL_SHARD, *, units: bool = True, **options: Any) -> Shard:
-    """Shards each block as a unit, or the whole model as one unit."""
-
-    def shard(model: Net) -> Any:
-        if api != FULLY_SHARD:
-            options.setdefault("device_id", device())
-        for index, block in enumerate(model.blocks) if units else ():
-            model.blocks[index] = api.unit(block, strategy=strategy, **options)
-        return api.unit(model, strategy=strategy, **options)
-
-    return shard
-
-
-ALL: dict[str, Shard] = {
-    "fully_shard": around(FULLY_SHARD),
-    "fully_shard keeps": around(FULLY_SHARD, SHARD_GRAD_OP),
-    "fully_shard one unit": around(FULLY_SHARD, units=False),
-}
-for name, api in (("flat", WRAPPED), ("original", ORIGINALS)):
-    ALL[name] = around(api)
-    ALL[f"{name} SHARD_GRAD_OP"] = around(api, SHARD_GRAD_OP)
-    ALL[f"{name} NO_SHARD"] = around(api, NO_SHARD)
-    ALL[f"{name} one unit"] = around(api, units=False)
+# The inner blocks are units, or the whole model is one unit.
+ALL = [*KINDS, *(f"{kind} one unit" for kind in ("flat FULL_SHARD", "original FULL_SHARD", "fully_shard True"))]
 every_kind = pytest.mark.parametrize("kind", ALL)
 named_kinds = pytest.mark.parametrize("kind", [kind for kind in ALL if not kind.startswith("flat")])
+three_apis = pytest.mark.parametrize("kind", ["flat FULL_SHARD", "original FULL_SHARD", "fully_shard True"])
+
+
+def sharded(kind: str, model: Any, **options: Any) -> Any:
+    """Shards a `Net` or another model with ``blocks``."""
+    units = [] if kind.endswith("one unit") else [f"blocks.{index}" for index in range(len(model.blocks))]
+    return shard(kind.removesuffix(" one unit"), model, units, **options)
 
 
 def batch() -> Tensor:

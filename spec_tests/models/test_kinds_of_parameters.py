@@ -14,19 +14,17 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 from spec_tests.harness import device, ranks
-from spec_tests.models.apis import ORIGINALS, WRAPPED
 from spec_tests.models.nets import (
     ALL,
     Net,
-    around,
     assert_equal_weights,
     backward,
     every_kind,
+    sharded,
     step,
     warnings_of,
     weights_of,
 )
-from spec_tests.models.sharding import NO_SHARD
 from spec_tests.subject import (
     CPUOffload,
     FullyShardedDataParallel,
@@ -41,7 +39,7 @@ from spec_tests.subject import (
 @pytest.mark.spec("PROG-50")
 @ranks(2)
 def test_a_step_of_fully_shard_before_the_reduction_warns_with_the_units() -> None:
-    model = ALL["fully_shard"](Net())
+    model = sharded("fully_shard True", Net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.set_requires_gradient_sync(False)
     backward(model)
@@ -65,7 +63,7 @@ class Lamb(torch.optim.SGD):
 @pytest.mark.parametrize("kind", ALL)
 @ranks(2)
 def test_an_optimizer_that_needs_whole_parameters_warns_once_about_flat_shards(kind: str) -> None:
-    model = ALL[kind](Net())
+    model = sharded(kind, Net())
     for make in (torch.optim.LBFGS, torch.optim.Adafactor, Lamb, torch.optim.SGD):
         optimizer: Any = make(model.parameters(), lr=0.1)
         texts = warnings_of(lambda: optimizer.step(lambda: torch.zeros(())))
@@ -113,7 +111,7 @@ def test_sparse_gradients_become_dense(kind: str) -> None:
     for embedding in (nn.Embedding, nn.EmbeddingBag):
         plain = Sparse(embedding).to(device())
         shards: list[Any] = []
-        (text,) = warnings_of(lambda plain=plain, shards=shards: shards.append(ALL[kind](copy.deepcopy(plain))))
+        (text,) = warnings_of(lambda plain=plain, shards=shards: shards.append(sharded(kind, copy.deepcopy(plain))))
         assert "weight' has sparse gradients" in text
         (model,) = shards
         for net in (plain, model):
@@ -132,7 +130,7 @@ def test_the_optimizer_has_a_state_for_a_parameter_without_elements_and_loads_it
     model = Net()
     model.blocks[0].register_parameter("empty", nn.Parameter(torch.empty(0, 8)))
     model.blocks[0].register_forward_hook(lambda block, _, output: output + block.empty.sum())
-    model = ALL[kind](model)
+    model = sharded(kind, model)
     optimizer = torch.optim.AdamW(model.parameters())
     backward(model)
     optimizer.step()
@@ -158,7 +156,7 @@ def test_a_forward_reads_the_attributes_that_the_user_has_set_on_parameters(kind
     model = copy.deepcopy(plain)
     model.blocks[0].weight.scale = 2.0
     block = model.blocks[0]
-    model = ALL[kind](model)
+    model = sharded(kind, model)
     assert block.weight.scale == 2.0
     for _ in range(2):
         for net in (plain.to(device()), model):
@@ -169,9 +167,9 @@ def test_a_forward_reads_the_attributes_that_the_user_has_set_on_parameters(kind
 @pytest.mark.spec("PROG-55")
 @ranks(2)
 def test_vmap_over_inputs_computes_what_the_plain_model_computes() -> None:
-    for kind in ("fully_shard", "flat", "original"):
+    for kind in ("fully_shard True", "flat FULL_SHARD", "original FULL_SHARD"):
         plain = Net().to(device())
-        model = ALL[kind](copy.deepcopy(plain))
+        model = sharded(kind, copy.deepcopy(plain))
         inputs = torch.randn(3, 4, 8, device=device())
         torch.testing.assert_close(torch.func.vmap(model)(inputs), torch.func.vmap(plain)(inputs))
         step(plain)
@@ -205,12 +203,12 @@ class Formats(nn.Module):
 # The weight with gaps becomes contiguous.
 STRIDES: list[tuple[int, ...]] = [(18, 1, 6, 2), (9, 1, 3, 1), (1, 16), (8, 1)]
 BFLOAT16, ON_CPU = MixedPrecision(param_dtype=torch.bfloat16), CPUOffload(offload_params=True)
-WITH_FORMATS = {
-    **{kind: shard for kind, shard in ALL.items() if not kind.startswith("fully_shard")},
-    "flat bfloat16": around(WRAPPED, NO_SHARD, mixed_precision=BFLOAT16),
-    "original bfloat16": around(ORIGINALS, mixed_precision=BFLOAT16),
-    "flat offloaded": around(WRAPPED, cpu_offload=ON_CPU),
-    "original offloaded": around(ORIGINALS, NO_SHARD, cpu_offload=ON_CPU),
+WITH_FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{kind: (kind, {}) for kind in ALL if not kind.startswith("fully_shard")},
+    "flat bfloat16": ("flat NO_SHARD", {"mixed_precision": BFLOAT16}),
+    "original bfloat16": ("original FULL_SHARD", {"mixed_precision": BFLOAT16}),
+    "flat offloaded": ("flat FULL_SHARD", {"cpu_offload": ON_CPU}),
+    "original offloaded": ("original NO_SHARD", {"cpu_offload": ON_CPU}),
 }
 every_format = pytest.mark.parametrize("kind", WITH_FORMATS)
 
@@ -224,7 +222,8 @@ def with_formats(kind: str) -> tuple[Any, Any]:
     plain, model = Net(Formats(), nn.Linear(8, 8)).to(device()), Net(Formats(), nn.Linear(8, 8))
     for net in (plain, model):
         formats_in(net).wide.weight.register_hook(mask)
-    return plain, WITH_FORMATS[kind](model)
+    name, options = WITH_FORMATS[kind]
+    return plain, sharded(name, model, **options)
 
 
 def mask(gradient: Tensor) -> Tensor:

@@ -16,21 +16,21 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import prune
 
 from spec_tests.harness import device, ranks
-from spec_tests.models.apis import FULLY_SHARD, ORIGINALS, WRAPPED
+from spec_tests.models.kinds import shard
 from spec_tests.models.nets import (
     ALL,
     Net,
-    around,
     assert_equal_weights,
     backward,
     batch,
     every_kind,
     named_kinds,
+    sharded,
     step,
+    three_apis,
     warnings_of,
     weights_of,
 )
-from spec_tests.models.sharding import HYBRID_SHARD
 from spec_tests.subject import (
     FullyShardedDataParallel,
     MixedPrecision,
@@ -56,7 +56,7 @@ def test_a_hook_from_before_sharding_changes_the_unsharded_gradient(kind: str) -
         net.first.weight.register_hook(mask)
         handle = net.blocks[1].weight.register_hook(mask)
         net.blocks[1].bias.register_hook(lambda gradient: calls.append(gradient.shape))
-    model = ALL[kind](model)
+    model = sharded(kind, model)
     for _ in range(2):
         for net in (plain, model):
             step(net)
@@ -70,7 +70,7 @@ def test_a_hook_from_before_sharding_changes_the_unsharded_gradient(kind: str) -
 @ranks(2)
 def test_a_hook_from_after_sharding_changes_the_unsharded_gradient_until_it_is_removed(kind: str) -> None:
     plain = Net().to(device())
-    model = ALL[kind](copy.deepcopy(plain))
+    model = sharded(kind, copy.deepcopy(plain))
     for _ in range(2):
         handles = [parameter.register_hook(mask) for net in (plain, model) for parameter in net.parameters()]
         for net in (plain, model):
@@ -90,7 +90,7 @@ def test_a_post_accumulate_hook_from_before_sharding_is_called_with_the_sharded_
     calls = []
     model = Net()
     model.first.weight.register_post_accumulate_grad_hook(lambda p: calls.append((p, p.grad is not None)))
-    model = ALL[kind](model)
+    model = sharded(kind, model)
     backward(model)
     # A rank that stores no element of an original parameter has no gradient of it.
     owned = [p for name, p in model.named_parameters() if name.endswith("first.weight") and p.numel()]
@@ -103,7 +103,7 @@ def test_a_post_accumulate_hook_from_before_sharding_is_called_with_the_sharded_
 def test_a_flat_parameter_warns_about_post_accumulate_hooks_of_the_parameters_that_it_replaces() -> None:
     model = Net()
     model.first.weight.register_post_accumulate_grad_hook(lambda p: None)
-    (text,) = warnings_of(lambda: ALL["flat"](model))
+    (text,) = warnings_of(lambda: sharded("flat FULL_SHARD", model))
     assert "['first.weight']" in text
     assert "register_post_accumulate_grad_hook()" in text
     assert "use_orig_params=True" in text
@@ -140,7 +140,7 @@ with_units = pytest.mark.parametrize("kind", [kind for kind in ALL if not kind.e
 def test_equal_changes_in_forward_are_kept(kind: str) -> None:
     plain = Net(nn.Linear(8, 8, bias=False), Book()).to(device())
     plain.blocks[0].register_forward_pre_hook(clamp)
-    model = ALL[kind](copy.deepcopy(plain))
+    model = sharded(kind, copy.deepcopy(plain))
     for _ in range(2):
         for net in (plain, model):
             step(net)
@@ -154,16 +154,9 @@ def test_equal_changes_in_forward_are_kept(kind: str) -> None:
 @pytest.mark.spec("PROG-43")
 @ranks(2)
 def test_the_rows_of_an_embedding_keep_their_largest_norm() -> None:
-    for kind in ("fully_shard", "fully_shard one unit", "flat", "original"):
+    for kind in ("fully_shard True", "flat FULL_SHARD", "original FULL_SHARD"):
         plain = nn.Sequential(nn.Embedding(5, 8, max_norm=0.5), nn.Linear(8, 2)).to(device())
-        model: Any = copy.deepcopy(plain)
-        if kind.startswith("fully_shard"):
-            _ = fully_shard(model[0]) if kind == "fully_shard" else None
-            fully_shard(model)
-        else:
-            options: Any = {"device_id": device(), "use_orig_params": kind == "original"}
-            model[0] = FullyShardedDataParallel(model[0], **options)
-            model = FullyShardedDataParallel(model, **options)
+        model = shard(kind, copy.deepcopy(plain), units=["0"])
         for net in (plain, model):
             optimizer = torch.optim.SGD(net.parameters(), lr=0.5)
             for _ in range(2):
@@ -191,10 +184,13 @@ def test_unchanged_values_keep_their_stored_precision() -> None:
 
 
 @pytest.mark.spec("PROG-44")
-@pytest.mark.parametrize("kind", ["fully_shard", "fully_shard keeps", "fully_shard one unit", "flat", "original"])
+@pytest.mark.parametrize(
+    "kind",
+    [kind for kind in ALL if not (kind.startswith(("flat", "original")) and kind.endswith(("unit", "NO_SHARD")))],
+)
 @ranks(2)
 def test_different_changes_in_forward_are_refused_by_name_on_every_rank(kind: str) -> None:
-    model = ALL[kind](Net(nn.Linear(8, 8), Book(differs=True)))
+    model = sharded(kind, Net(nn.Linear(8, 8), Book(differs=True)))
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"blocks\.1.*changed in place while they were unsharded.*ignored_"):
             backward(model)
@@ -203,28 +199,22 @@ def test_different_changes_in_forward_are_refused_by_name_on_every_rank(kind: st
 
 
 @pytest.mark.spec("PROG-44", "HYB-04")
-@pytest.mark.parametrize("kind", ["fully_shard", "flat", "original"])
+@pytest.mark.parametrize("kind", ["fully_shard HYBRID_SHARD", "flat HYBRID_SHARD", "original HYBRID_SHARD"])
 @ranks(4)
 def test_changes_that_differ_only_between_replicas_are_refused_on_every_rank(kind: str) -> None:
     net = Net(nn.Linear(8, 8), Book(differs=True))
     net.blocks[1].change = dist.get_rank() // 2
-    if kind == "fully_shard":
-        model = around(FULLY_SHARD, HYBRID_SHARD)(net)
-    else:
-        model = around(ORIGINALS if kind == "original" else WRAPPED, HYBRID_SHARD)(net)
+    model = sharded(kind, net)
     with pytest.raises(RuntimeError, match=r"blocks\.1.*changed in place while they were unsharded.*ignored_"):
         backward(model)
 
 
 @pytest.mark.spec("PROG-44")
-@pytest.mark.parametrize("kind", ["fully_shard", "flat", "original"])
+@three_apis
 @ranks(2)
 def test_after_the_error_a_root_computes_with_the_values_from_before(kind: str) -> None:
     book = Book(differs=True)
-    if kind == "fully_shard":
-        model: Any = fully_shard(book)
-    else:
-        model = FullyShardedDataParallel(book, use_orig_params=kind == "original", device_id=device())
+    model = shard(kind, book)
     with torch.no_grad(), pytest.raises(RuntimeError, match="changed in place while they were unsharded"):
         model(batch())
     book.differs, book.change = True, 0
@@ -243,10 +233,10 @@ def test_the_first_of_two_modules_with_equal_names_is_compared_as_well() -> None
 
 
 @pytest.mark.spec("PROG-44")
-@pytest.mark.parametrize("kind", ["flat one unit", "original one unit"])
+@pytest.mark.parametrize("kind", ["flat FULL_SHARD one unit", "original FULL_SHARD one unit"])
 @ranks(2)
 def test_a_change_of_one_of_several_views_is_refused_with_the_remedy(kind: str) -> None:
-    model = ALL[kind](Net(nn.Linear(8, 8), Book(requires_grad=True)))
+    model = sharded(kind, Net(nn.Linear(8, 8), Book(requires_grad=True)))
     with pytest.raises(RuntimeError, match=r"changes a parameter in place.*unit of its own"):
         backward(model)
 
@@ -258,7 +248,7 @@ def test_a_change_of_one_of_several_views_is_refused_with_the_remedy(kind: str) 
 @every_kind
 @ranks(2)
 def test_the_first_step_names_parameters_that_were_added_after_sharding(kind: str) -> None:
-    model = ALL[kind](Net())
+    model = sharded(kind, Net())
     inside = model if isinstance(model, Net) else model.module
     step(model)
     inside.added = nn.Sequential(nn.Linear(8, 8))
@@ -275,16 +265,11 @@ def test_the_first_step_names_parameters_that_were_added_after_sharding(kind: st
 @pytest.mark.spec("PROG-45")
 @ranks(2)
 def test_ignored_parameters_and_other_models_cause_no_warning() -> None:
-    for kind in ("flat", "original", "fully_shard"):
+    for kind in ("flat FULL_SHARD", "original FULL_SHARD", "fully_shard True"):
         net, other = Net(), nn.Linear(8, 8)
-        ignored = set(net.head.parameters())
-        if kind == "fully_shard":
-            fully_shard(net.blocks[0])
-            model: Any = fully_shard(net, ignored_params=ignored)
-        else:
-            model = FullyShardedDataParallel(
-                net, ignored_states=ignored, use_orig_params=kind == "original", device_id=device()
-            )
+        ignored: Any = set(net.head.parameters())
+        options = {"ignored_params" if kind == "fully_shard True" else "ignored_states": ignored}
+        model = sharded(kind, net, **options)
         optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
         assert warnings_of(optimizer.step) == []
 
@@ -293,17 +278,17 @@ def test_ignored_parameters_and_other_models_cause_no_warning() -> None:
 @pytest.mark.parametrize("change", ["parametrization", "pruning"])
 @ranks(2)
 def test_the_remedy_for_a_replaced_parameter_is_one_of_the_same_api(change: str) -> None:
-    for kind in ("fully_shard", "original"):
-        model = ALL[kind](Net())
-        head = model.get_submodule("head" if kind == "fully_shard" else "_fsdp_wrapped_module.head")
+    for kind in ("fully_shard True", "original FULL_SHARD"):
+        model = sharded(kind, Net())
+        head = model.get_submodule("head" if kind == "fully_shard True" else "_fsdp_wrapped_module.head")
         if change == "pruning":
             prune.identity(head, "weight")
         else:
             head.register_parameter("weight", nn.Parameter(torch.zeros(8, 8)))
         with pytest.raises(RuntimeError, match=r"'head.weight' of Linear was removed or replaced") as caught:
             model(batch())
-        assert ("summon_full_params" in str(caught.value)) is (kind == "original")
-        assert ("fully_shard()" in str(caught.value)) is (kind == "fully_shard")
+        assert ("summon_full_params" in str(caught.value)) is (kind == "original FULL_SHARD")
+        assert ("fully_shard()" in str(caught.value)) is (kind == "fully_shard True")
 
 
 # --- other weights for a unit ---
@@ -331,23 +316,16 @@ LONG = [False]
 @ranks(2)
 def test_a_functional_call_of_a_unit_is_refused_and_of_a_part_of_a_unit_is_right(is_long: bool) -> None:
     LONG[0] = is_long
-    for kind in ("fully_shard", "flat", "original"):
+    for kind in ("fully_shard True", "flat FULL_SHARD", "original FULL_SHARD"):
         for is_unit in (True, False):
             torch.manual_seed(0)
             plain = Hyper().to(device())
             model: Any = copy.deepcopy(plain)
-            if kind == "fully_shard":
-                _ = fully_shard(model.inner) if is_unit else None
-                fully_shard(model)
-            else:
-                options: Any = {"device_id": device(), "use_orig_params": kind == "original"}
-                if is_unit:
-                    model.inner = FullyShardedDataParallel(model.inner, **options)
-                model = FullyShardedDataParallel(model, **options)
+            model = shard(kind, model, units=["inner"] if is_unit else [])
             if is_unit:
                 with pytest.raises((RuntimeError, AttributeError), match=r"weight.*functional_call\(\)"):
                     model(batch())
-            elif kind == "fully_shard":
+            elif kind == "fully_shard True":
                 for net in (plain, model):
                     step(net)
                 assert_equal_weights(model, plain)
@@ -356,7 +334,7 @@ def test_a_functional_call_of_a_unit_is_refused_and_of_a_part_of_a_unit_is_right
 @pytest.mark.spec("PROG-47")
 @ranks(2)
 def test_a_module_that_is_set_on_the_wrapper_instead_of_the_wrapped_module_is_refused() -> None:
-    model = ALL["original"](Net())
+    model = sharded("original FULL_SHARD", Net())
     with pytest.raises(AttributeError, match=r"'head' belongs to the wrapped Net.*Set it on wrapper\.module"):
         model.head = nn.Linear(8, 8)
     model.loss = nn.CrossEntropyLoss()
@@ -365,7 +343,7 @@ def test_a_module_that_is_set_on_the_wrapper_instead_of_the_wrapped_module_is_re
 @pytest.mark.spec("PROG-47")
 @ranks(2)
 def test_a_setting_of_the_program_may_have_the_name_of_a_layer() -> None:
-    model = ALL["original"](Net())
+    model = sharded("original FULL_SHARD", Net())
     layer = model.head
     model.head = "regression"
     assert (model.head, model.module.head) == ("regression", layer)
@@ -399,7 +377,7 @@ class InTuple(Twice):
 @ranks(2)
 def test_parameters_in_a_list_a_dict_or_another_attribute_are_the_unsharded_ones_in_forward(kind: str) -> None:
     plain = Net(Twice(), nn.Linear(8, 8)).to(device())
-    model = ALL[kind](copy.deepcopy(plain))
+    model = sharded(kind, copy.deepcopy(plain))
     for _ in range(2):
         for net in (plain, model):
             step(net)
@@ -434,7 +412,7 @@ def test_a_parameter_of_an_inner_unit_in_a_list_warns_without_parameters_of_its_
 @ranks(2)
 def test_parameters_in_a_second_place_are_the_full_ones_inside_summon_full_params(kind: str) -> None:
     plain = Net(Twice(), nn.Linear(8, 8)).to(device())
-    model = ALL[kind](copy.deepcopy(plain))
+    model = sharded(kind, copy.deepcopy(plain))
     for net in (plain, model):
         step(net)
     with torch.no_grad(), FullyShardedDataParallel.summon_full_params(model):
@@ -449,8 +427,8 @@ def test_parameters_in_a_second_place_are_the_full_ones_inside_summon_full_param
 @pytest.mark.spec("PROG-49")
 @ranks(2)
 def test_a_place_that_cannot_be_updated_causes_a_warning_with_its_name() -> None:
-    for kind in ("flat", "original", "fully_shard"):
+    for kind in ("flat FULL_SHARD", "original FULL_SHARD", "fully_shard True"):
         net = Net(InTuple())
         net.of_a_unit = [net.blocks[0].weight]
-        texts = warnings_of(lambda kind=kind, net=net: ALL[kind](net))
+        texts = warnings_of(lambda kind=kind, net=net: sharded(kind, net))
         assert ["'kept' of InTuple" in text or "'of_a_unit' of Net" in text for text in texts] == [True, True]

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from torch import nn
 
 from spec_tests import subject
 from spec_tests.harness import ranks
@@ -21,7 +20,6 @@ from spec_tests.models.apis import FULLY_SHARD, HYBRID_SETTINGS, ORIGINALS, WRAP
 from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, grid
 from spec_tests.oracles import (
     FLOAT,
-    LOW_PRECISION,
     SAME_MATH,
     Recipe,
     adamw,
@@ -35,7 +33,7 @@ from spec_tests.oracles import (
     train_fsdp2,
     train_single,
 )
-from spec_tests.subject import MixedPrecisionPolicy, fully_shard
+from spec_tests.subject import fully_shard
 
 # With `fully_shard`, models whose ranks take different branches need a switch, which
 # ``construction/test_reduction_settings.py`` tests. torch's function refuses a unit that overwrites its
@@ -192,20 +190,6 @@ def test_accumulation_is_equal_to_that_of_one_process(name: str, no_sync: bool) 
     recipe = Recipe(steps=2, accumulate=2, no_sync=no_sync)
     tolerance = FLOAT if name in USED_OFTEN else tolerance_for(2)
     assert_same_training(train(FULLY_SHARD, name, recipe), train_single(MODELS[name], 2, recipe), tolerance)
-
-
-@pytest.mark.spec("PAR-01", "FS2-MP-03")
-@pytest.mark.parametrize("name", ["mlp", "nested", "tied", "called_twice", "transformer"])
-@ranks(2)
-def test_bfloat16_is_near_to_float32(name: str) -> None:
-    info, recipe = MODELS[name], Recipe(steps=2)
-
-    def halved(module: nn.Module) -> Any:
-        # Only for the root. In an inner unit, its float32 output would not match the dtype of the next layer.
-        output_dtype = None if isinstance(module, info.unit_classes) else torch.float32
-        return fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype))
-
-    assert_same_training(train_fsdp2(halved, info, recipe), train_single(info, 2, recipe), LOW_PRECISION)
 
 
 @pytest.mark.spec("PAR-03", "PAR-06")

@@ -16,18 +16,25 @@ micro-batches, of which only the second one reduces gradients. Then it is evalua
 calls: ``zero_grad``, ``sync(False)``, ``forward``, ``backward``, ``sync(True)``, ``forward``, ``backward``, ``step``
 and so on.
 
-=====================================  ============  ================================================================
-tests                                  drawn kind    what the judge checks
-=====================================  ============  ================================================================
-``parity/test_properties``              ``loops``     values, gradients and results are equal to the reference's
-``combinations``                       a table       the same, in rows with all pairs of options; a loaded model goes
-                                                     on with bitwise equal values
-``fuzz``                               ``calls``     each call is equal to the reference's or is refused by minifsdp;
-                                                     training goes on
-``fuzz``, ranks differ                 ``apart``     each rank gets an error or equal values, and none waits for long
-``streams/test_scenarios``             ``races``     on the simulated device: no race, and equal bits in other orders
-``hunt``                               all kinds     the same as above, with new seeds, for as long as you want
-=====================================  ============  ================================================================
+==================  ============  ====================================================================================
+tests               drawn kind    what the judge checks
+==================  ============  ====================================================================================
+``test_loops``      ``loops``     values, gradients and results are equal to the reference's
+``test_pairs``      a table       the same, in rows with all pairs of options; a loaded model goes on with equal bits
+``test_calls``      ``calls``     each call is equal to the reference's or is refused by minifsdp; training goes on
+``test_calls``      ``apart``     each rank makes other calls, and gets an error or equal values; none waits for long
+``test_races``      ``races``     on the simulated device: no race, and equal bits in other orders
+==================  ============  ====================================================================================
+
+Some seeds are fixed, so that a failing test points to a change. The command draws others, for as long as you want::
+
+    python -m spec_tests.random_programs --minutes 30
+    python -m spec_tests.random_programs calls apart --seed 17
+
+A failure is reduced until no part can be removed. It ends with a command that can be pasted into a shell, and that runs
+the program again::
+
+    python -m spec_tests.random_programs '{"model":{"kind":"chain","children":[{"kind":"norm"}]},"forwards":2}'
 
 * ``description.py``: a program as plain data, and its calls.
 * ``draw.py``: draws random programs.
@@ -38,14 +45,7 @@ tests                                  drawn kind    what the judge checks
 * ``player.py``: runs a program on a rank, and compares after each call.
 * ``judge.py``: sends programs to the ranks, and reduces a failing one until no part can be removed.
 * ``wrong.py``: calls that are wrong by themselves.
-* ``__main__.py``: ``python -m spec_tests.random_programs '<json>'`` runs one program again.
-
-A failure ends with such a command line, which can be pasted into a shell.
-
-Two environment variables set the number of training loops and the seed::
-
-    export MINIFSDP_PROPERTY_EXAMPLES=3000 MINIFSDP_PROPERTY_SEED=17
-    python -m pytest -s spec_tests/parity/test_properties.py
-
-By default, some hundred loops are drawn, always the same ones.
+* ``known.py``: short programs of calls, one for each kind of wrong number.
+* ``pairs.py``: the table of combined options.
+* ``races.py``: runs a program on the simulated device.
 """

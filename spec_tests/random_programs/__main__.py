@@ -1,65 +1,116 @@
-"""Runs one program again: ``python -m spec_tests.random_programs '<json>'``, from the root of the repository.
+"""Runs random programs with new seeds, or one program again. From the root of the repository::
 
-With ``--api torch_fsdp1``, torch runs the same program, which shows whether torch also fails. Returns 0 if the ranks
-agree with one process; otherwise prints the difference and returns 1. With ``--races`` it runs on the simulated device.
+    python -m spec_tests.random_programs --minutes 30          all kinds, for as long as you want
+    python -m spec_tests.random_programs calls --seed 17       one kind; the same programs in the same order
+    python -m spec_tests.random_programs '{"model": ...}'      one program, from the report of a failure
+
+For each failure it prints the smallest program that fails in the same way, and the command that runs it again. Its exit
+status is 1 if anything failed. With ``--api torch_wrapped``, torch runs the same program, which shows whether torch
+also fails. On a very busy machine, ranks may not rendezvous in time, which causes a false finding.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
+import random
 import sys
+import time
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from spec_tests.random_programs.description import Description
 
-NUM_SCHEDULES = 24
-
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+KINDS = ("loops", "resumed", "pairs", "calls", "apart", "races")
+APIS = ("wrapped", "fully_shard")
 
 
 def main(arguments: list[str]) -> int:
     """Runs the command; returns its exit status."""
     # Imported here, because ranks import this module too, as their parent's main module.
     from spec_tests.harness import pool
-    from spec_tests.random_programs.description import from_json, legal
-    from spec_tests.random_programs.judge import judged, replay_line, simplest
 
     parser = argparse.ArgumentParser(prog="python -m spec_tests.random_programs", description=__doc__)
-    parser.add_argument("program", help="JSON from the report of a failure")
-    parser.add_argument("--api", help="the API, instead of that in the description")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--races", action="store_true", help="simulate the device, with other orders of the streams")
-    parser.add_argument("--shrink", action="store_true", help="simplify this program")
-    parser.add_argument("--log", action="store_true", help="print the result of each call")
+    parser.add_argument("what", nargs="*", help=f"some of {', '.join(KINDS)}, or one program as JSON; default: all")
+    parser.add_argument("--api", help="only this API; for one program, instead of its own")
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--seed", type=int, help="another one each time, if it is not given")
+    parser.add_argument("--device", choices=["cpu", "cuda", "simulated"], default="cpu", help="for one program")
+    parser.add_argument("--log", action="store_true", help="print the result of each call of one program")
     chosen = parser.parse_args(arguments)
-    pool.use_device(chosen.device)
-    program = from_json(chosen.program)
-    if chosen.api:
-        program = legal(replace(program, api=chosen.api))
-    if chosen.races:
-        return _races(program)
-    if chosen.shrink:
-        program = simplest(program)
-        print(replay_line(program))
-    (verdict,) = judged([program])
-    pool.close_all()
-    if chosen.log:
+    seed = int.from_bytes(os.urandom(4)) if chosen.seed is None else chosen.seed
+    try:
+        if chosen.what and chosen.what[0].startswith("{"):
+            return replayed(chosen.what[0], chosen.api, chosen.device, logs=chosen.log)
+        return hunt(chosen.what or KINDS, [chosen.api] if chosen.api else APIS, chosen.minutes, seed)
+    finally:
+        pool.close_all()
+
+
+def replayed(text: str, api: str | None, device: str, *, logs: bool) -> int:
+    """Runs one program again. Returns 1 if it fails."""
+    from spec_tests.harness import pool
+    from spec_tests.random_programs import judge, races
+    from spec_tests.random_programs.description import from_json, legal
+
+    pool.use_device(device)
+    program = from_json(text)
+    if api:
+        program = legal(replace(program, api=api))
+    (verdict,) = (races if device == "simulated" else judge).judged([program])
+    if logs:
         print(*verdict.log, sep="\n")
-    print(verdict.found or "the ranks agree with one process")
-    return 0 if verdict.found is None else 1
+    print(verdict.found or "no finding")
+    return int(verdict.found is not None)
 
 
-def _races(program: Description) -> int:
-    from spec_tests.harness import simulated, worker
-    from spec_tests.streams.scenarios import play
+def hunt(kinds: list[str], apis: list[str], minutes: float, seed: int) -> int:
+    """Runs batches of all kinds in turn until the time is over, at least one. Returns 1 if any program fails."""
+    from spec_tests.harness import pool
+    from spec_tests.random_programs import judge, races
 
-    worker.device_here = simulated.install()
-    finding = play(program, NUM_SCHEDULES).finding
-    print(finding or f"no collision, and equal bits in {NUM_SCHEDULES} schedules")
-    return int(finding is not None)
+    print(f"seed {seed}", flush=True)
+    dice, end = random.Random(seed), time.monotonic() + 60 * minutes
+    tried: Counter[str] = Counter()
+    num_failures = 0
+    try:
+        for kind, api in itertools.cycle(itertools.product(kinds, apis)):
+            is_simulated = kind == "races"
+            pool.use_device("simulated" if is_simulated else "cpu")
+            programs = batch_of(kind, api, dice.getrandbits(32))
+            failure = judge.failure_of(programs, races.judged if is_simulated else judge.judged)
+            tried[f"{kind} of {api}"] += len(programs)
+            if failure is not None:
+                num_failures += 1
+                print(failure, flush=True)
+            if time.monotonic() > end:
+                break
+    except KeyboardInterrupt:
+        print("stopped")
+    for name, number in tried.items():
+        print(f"{number:8} {name}")
+    print(f"{tried.total():8} programs in all, {num_failures} batches with a finding", flush=True)
+    return int(num_failures > 0)
+
+
+def batch_of(kind: str, api: str, seed: int) -> list[Description]:
+    """Some programs of a kind; the same seed gives the same ones."""
+    from spec_tests.random_programs.draw import SHAPES, drawn
+    from spec_tests.random_programs.pairs import OPTIONS, description_of, table
+
+    shapes = random.Random(seed)
+    if kind == "pairs":
+        rows = sorted(table(OPTIONS[api], seed), key=lambda row: row["ranks"])
+        return [description_of(row, api, seed) for row in rows]
+    if kind == "races":
+        return drawn(kind, 10, seed, api, shapes.choice(list(SHAPES)))
+    # Two ranks are most likely, because the comparison is bitwise there.
+    return drawn(kind, 25, seed, api, shapes.choice(["1", "2", "2", "2", "3", "4"]))
 
 
 if __name__ == "__main__":

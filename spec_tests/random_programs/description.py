@@ -164,7 +164,7 @@ class Description:
 
     model: Node = field(default_factory=lambda: Node("chain"))
     num_ranks: int = 2
-    api: str = "fsdp1"
+    api: str = "wrapped"
     width: int = 3
     strategy: str = "FULL_SHARD"
     num_replicas: int = 1
@@ -474,7 +474,7 @@ class _Rules:
         d = self.description
         changes: dict[str, Any] = {}
         unit = path if unit is None or node.unit else unit
-        if d.is_hybrid or not node.unit or d.api != "fsdp1":
+        if d.is_hybrid or not node.unit or d.api != "wrapped":
             changes["strategy"] = ""
         if node.kind in LEAVES:
             return self._mended_leaf(replace(node, children=(), **changes), unit)

@@ -1,6 +1,6 @@
 """Shards the model of a description with a *front end* (``api``).
 
-``fsdp1`` and ``fully_shard`` are minifsdp's. ``torch_fsdp1`` and ``torch_fully_shard`` are torch's and show whether
+``wrapped`` and ``fully_shard`` are minifsdp's. ``torch_wrapped`` and ``torch_fully_shard`` are torch's and show whether
 torch also fails. ``careless`` has a defect that the judges must find.
 """
 
@@ -9,21 +9,24 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp
+import torch.distributed.fsdp.wrap
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from spec_tests import subject
 from spec_tests.harness import device, kept
 from spec_tests.oracles.gathering import clean_name, wrap_units
-from spec_tests.random_programs.description import Description
+from spec_tests.random_programs.description import Description, is_per_parameter
 from spec_tests.random_programs.modules import Piece, Unit
 
-__all__ = ["APIS", "PRECISIONS", "RESHARDS", "Group", "parameters_here", "sharded"]
+__all__ = ["PRECISIONS", "RESHARDS", "Group", "parameters_here", "sharded"]
 
 LOW = torch.bfloat16
 # By name: the arguments of `MixedPrecision`.
@@ -42,7 +45,7 @@ RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "_HYBRID_SHARD_ZERO2": F
 Group = dist.ProcessGroup | None
 
 
-def _fsdp1(library: Any, policies: Any, d: Description, model: Piece, group: Group, **others: Any) -> nn.Module:
+def _wrapped(library: Any, d: Description, model: Piece, group: Group, **others: Any) -> nn.Module:
     def strategy(name: str) -> Any:
         return library.ShardingStrategy[name or d.strategy]
 
@@ -70,7 +73,7 @@ def _fsdp1(library: Any, policies: Any, d: Description, model: Piece, group: Gro
         return {"sharding_strategy": strategy(module.node.strategy)} if is_unit else False
 
     if d.by_policy:
-        policy = policies.ModuleWrapPolicy({Unit}) if d.by_policy == "class" else policies.CustomPolicy(choose)
+        policy = library.wrap.ModuleWrapPolicy({Unit}) if d.by_policy == "class" else library.wrap.CustomPolicy(choose)
         return fsdp(model, auto_wrap_policy=policy, **options)
     return wrap_units(model, (Unit,), lambda m: fsdp(m, **{**options, "sharding_strategy": strategy(m.node.strategy)}))
 
@@ -113,49 +116,13 @@ def _fully_shard(library: Any, d: Description, model: Piece, group: Group, **oth
     return wrap_units(model, (Unit,), lambda module: library.fully_shard(module, **options))
 
 
-def _ours(d: Description, model: Piece, group: Group, **others: Any) -> nn.Module:
-    from spec_tests import subject
-
-    return _fsdp1(subject, subject.wrap, d, model, group, **others)
-
-
-def _torchs(d: Description, model: Piece, group: Group) -> nn.Module:
-    import torch.distributed.fsdp
-    import torch.distributed.fsdp.wrap
-
-    return _fsdp1(torch.distributed.fsdp, torch.distributed.fsdp.wrap, d, model, group)
-
-
-def _careless(d: Description, model: Piece, group: Group) -> nn.Module:
-    """minifsdp with a defect: a unit around an embedding gets half of its gradient if it is called twice."""
-    wrapped = _ours(d, model, group)
+def _be_careless(wrapped: nn.Module) -> None:
+    """Adds a defect: a unit around an embedding gets half of its gradient if it is called twice."""
     for module in wrapped.modules():
         unit = getattr(module, "_unit", None)
         inside = getattr(module, "_fsdp_wrapped_module", None)
         if unit is not None and isinstance(inside, Piece) and (inside.node.kind, inside.node.times) == ("embedding", 2):
             unit.plans[0].scaling = dataclasses.replace(unit.plans[0].scaling, after=2 * unit.plans[0].scaling.after)
-    return wrapped
-
-
-def _our_function(d: Description, model: Piece, group: Group, **others: Any) -> nn.Module:
-    from spec_tests import subject
-
-    return _fully_shard(subject, d, model, group, **others)
-
-
-def _torchs_function(d: Description, model: Piece, group: Group) -> nn.Module:
-    import torch.distributed.fsdp
-
-    return _fully_shard(torch.distributed.fsdp, d, model, group)
-
-
-APIS: dict[str, Callable[..., nn.Module]] = {
-    "fsdp1": _ours,
-    "fully_shard": _our_function,
-    "torch_fsdp1": _torchs,
-    "torch_fully_shard": _torchs_function,
-    "careless": _careless,
-}
 
 
 def sharded(description: Description, model: Piece, group: Group = None, **others: Any) -> nn.Module:
@@ -170,7 +137,11 @@ def sharded(description: Description, model: Piece, group: Group = None, **other
     with warnings.catch_warnings(), mock.patch.dict(os.environ, full):
         # Expected: frozen next to trained parameters, a root without parameters, and torch's deprecated strategies.
         warnings.simplefilter("ignore")
-        wrapped = APIS[description.api](description, model, group, **others)
+        library = torch.distributed.fsdp if description.api.startswith("torch_") else subject
+        shard = _fully_shard if is_per_parameter(description) else _wrapped
+        wrapped = shard(library, description, model, group, **others)
+    if description.api == "careless":
+        _be_careless(wrapped)
     _lay_hook(description, wrapped, group)
     return wrapped
 

@@ -14,31 +14,21 @@ import json
 import pathlib
 import shlex
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from spec_tests.harness import pool
 from spec_tests.random_programs import player
 from spec_tests.random_programs.description import Description, Node, legal, to_json
 
-__all__ = [
-    "BATCH",
-    "Verdict",
-    "counted",
-    "first_failure",
-    "hunt",
-    "judged",
-    "kind_of",
-    "neighbours",
-    "replay_line",
-    "report",
-    "simplest",
-]
+__all__ = ["Verdict", "counted", "failure_of", "judged", "kind_of", "neighbours", "replay_line", "simplest"]
 
 BATCH = 25
 SMALL_BATCH = 8  # during reduction: usually one of the first few fails
 LIMIT = 30.0  # seconds until a program counts as hanging; the first program also imports modules
+LONGEST = 120.0  # seconds for reducing a program
 
 
 @dataclass(frozen=True)
@@ -58,10 +48,18 @@ class Verdict:
     ended: bool = False
 
 
+# Runs programs, and yields a verdict for each.
+Judge = Callable[[list[Description]], Iterator[Verdict]]
+# Returns the first of several programs that fails.
+Failing = Callable[[list[Description]], Description | None]
+
+
 def judged(programs: list[Description], batch_size: int = BATCH) -> Iterator[Verdict]:
-    """Runs the programs, and yields a verdict for each. Programs of a batch must have the same number of ranks."""
-    for start in range(0, len(programs), batch_size):
-        yield from _judged(programs[start : start + batch_size])
+    """Runs the programs, and yields a verdict for each. A batch has programs with the same number of ranks."""
+    for _, alike in itertools.groupby(programs, key=lambda d: d.num_ranks):
+        together = list(alike)
+        for start in range(0, len(together), batch_size):
+            yield from _judged(together[start : start + batch_size])
 
 
 def _judged(programs: list[Description]) -> list[Verdict]:
@@ -87,25 +85,36 @@ def _errand(programs: list[Description], limit: float) -> list[Verdict]:
     return verdicts
 
 
-def hunt(programs: list[Description]) -> str | None:
-    """Runs all programs, which must have the same number of ranks.
+def failure_of(programs: list[Description], judge: Judge = judged) -> str | None:
+    """Runs the programs until one fails.
 
     Returns:
-        The first failure, reduced as far as possible, with the command that replays it; ``None`` if there is none.
+        The failure, reduced as far as possible, with the command that replays it; ``None`` if no program fails.
     """
-    failed = next((verdict.program for verdict in judged(programs) if verdict.found), None)
-    return None if failed is None else report(simplest(failed))
+    first = next((verdict for verdict in judge(programs) if verdict.found), None)
+    if first is None:
+        return None
+    kind, end = kind_of(first.found), time.monotonic() + LONGEST
+
+    def failing(candidates: list[Description]) -> Description | None:
+        for start in range(0, len(candidates), SMALL_BATCH):
+            if time.monotonic() > end:
+                return None
+            for verdict in judge(candidates[start : start + SMALL_BATCH]):
+                if verdict.found and kind_of(verdict.found) == kind:
+                    return verdict.program
+        return None
+
+    small = simplest(first.program, failing)
+    (again,) = judge([small])
+    found = again.found or f"Not seen again; at first:\n{first.found}"
+    return f"{found}\n\nTo see it again:\n{replay_line(small, is_simulated=judge is not judged)}"
 
 
-def report(program: Description) -> str:
-    """The report of a failing program."""
-    (verdict,) = judged([program])
-    return f"{verdict.found}\n\nTo see it again:\n{replay_line(program)}"
-
-
-def replay_line(program: Description) -> str:
+def replay_line(program: Description, *, is_simulated: bool = False) -> str:
     """The command that runs the program again."""
-    return f"python -m spec_tests.random_programs {shlex.quote(to_json(program))}"
+    device = "--device simulated " if is_simulated else ""
+    return f"python -m spec_tests.random_programs {device}{shlex.quote(to_json(program))}"
 
 
 def kind_of(found: str) -> str:
@@ -121,45 +130,12 @@ def counted(verdicts: list[Verdict]) -> Counter[str]:
 
 # --- reduction ---
 
-# Returns the first of several programs that fails.
-Failing = Callable[[list[Description]], Description | None]
 
-
-def first_failure(programs: list[Description], kind: str | None = None) -> Description | None:
-    """The first program that fails, or that fails with a finding of this kind."""
-    for verdict in judged(programs, SMALL_BATCH):
-        if verdict.found and kind in (None, kind_of(verdict.found)):
-            return verdict.program
-    return None
-
-
-def simplest(program: Description, failing: Failing | None = None) -> Description:
-    """Reduces a failing program until no part can be removed.
-
-    Args:
-        program: a failing one.
-        failing: returns the first one of several that fails. By default, in the same way as this one.
-    """
-    if failing is None:
-        (verdict,) = judged([program])
-        if verdict.found is None:
-            return program
-        kind = kind_of(verdict.found)
-        failing = lambda programs: first_failure(programs, kind)  # noqa: E731
-    while True:
-        simpler = _first_of(neighbours(program), failing)
-        if simpler is None:
-            return program
+def simplest(program: Description, failing: Failing) -> Description:
+    """Reduces a failing program until no part can be removed. ``failing`` returns the first of several that fails."""
+    while (simpler := failing(list(neighbours(program)))) is not None:
         program = simpler
-
-
-def _first_of(candidates: Iterable[Description], failing: Failing) -> Description | None:
-    """The first failing candidate; candidates with the same number of ranks are tried together."""
-    for _, together in itertools.groupby(candidates, key=lambda d: d.num_ranks):
-        found = failing(list(together))
-        if found is not None:
-            return found
-    return None
+    return program
 
 
 def neighbours(program: Description) -> Iterator[Description]:

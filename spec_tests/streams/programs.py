@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard
 
 from minifsdp import token_weighted, while_all_have_data
 from minifsdp.checks.collective_log import log
@@ -128,13 +127,9 @@ def add_program(name: str, num_ranks: int, body: Callable[[], Any]) -> None:
 for name, num_ranks, body in (
     ("flat_full", 2, lambda: trained(flat(), 3)),
     ("flat_full_of_many_blocks", 2, lambda: trained(flat(chain(num_blocks=8)))),
-    ("flat_prefetching_without_limit", 2, lambda: trained(flat(limit_all_gathers=False, forward_prefetch=True), 3)),
-    # The gradients are divided before and after their sum.
-    ("flat_in_float16", 2, lambda: trained(flat(**SUMMED_IN_F16))),
     ("flat_alone_in_bf16", 1, lambda: trained(flat(**IN_BF16))),
     ("flat_offload", 2, lambda: trained(flat(**OFFLOAD))),
     ("flat_not_sharded_offload", 2, lambda: trained(flat(**NOT_SHARDED, **OFFLOAD))),
-    ("flat_offload_in_bf16", 2, lambda: trained(flat(**SUMMED_IN_BF16, **OFFLOAD))),
     ("flat_offload_accumulating", 2, lambda: accumulating(flat(**OFFLOAD))),
     ("flat_offload_with_kept_gradients", 2, lambda: with_kept_gradients(flat(**OFFLOAD))),
     ("flat_new_data", 2, lambda: with_new_data(flat(use_orig_params=True))),
@@ -149,10 +144,7 @@ for name, num_ranks, body in (
     ("each_alone_in_bf16", 1, lambda: trained(each(**EACH_IN_BF16))),
     ("each_offload", 2, lambda: trained(each(**OFFLOAD_EACH))),
     ("each_offload_in_bf16", 2, lambda: trained(each(**EACH_SUMMED_IN_BF16, **OFFLOAD_EACH))),
-    ("each_offload_not_pinned", 2, lambda: trained(each(**NOT_PINNED))),
     ("each_offload_not_pinned_accumulating", 2, lambda: accumulating(each(**NOT_PINNED))),
-    ("each_offload_accumulating", 2, lambda: accumulating(each(**OFFLOAD_EACH))),
-    ("each_offload_with_kept_gradients", 2, lambda: with_kept_gradients(each(**OFFLOAD_EACH))),
     ("each_prefetching_in_vain", 2, lambda: trained(prefetching_in_vain(), 1)),
     ("each_offload_prefetching_in_vain", 2, lambda: scaled(trained(prefetching_in_vain(**OFFLOAD_EACH), 1), 0.5)),
 ):
@@ -209,17 +201,6 @@ def flat_hook() -> Any:
 
     model.register_comm_hook(None, hook)
     return trained(model)
-
-
-@program(2)
-def flat_new_data_after_a_forward() -> Any:
-    """Data assigned during an iteration: backward all-gathers it, although no stream has waited since forward."""
-    model = flat(use_orig_params=True)
-    loss = loss_of(model)
-    for block in blocks(model):
-        assign_new_data(block)
-    loss.backward()
-    return model
 
 
 @program(2)
@@ -515,29 +496,6 @@ def each_with_single_parameters() -> Any:
     return trained(model, 3)
 
 
-def columns_if_even(parameter: nn.Parameter) -> Shard | None:
-    return Shard(1) if parameter.ndim == 2 and parameter.shape[1] % 2 == 0 else None
-
-
-@program(2)
-def each_cut_along_columns() -> Any:
-    with torch.device(DEVICE):
-        model = nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 4), nn.Linear(4, 3))
-    for part in [*model, model]:
-        fully_shard(part, mesh=init_device_mesh("sim", (2,)), shard_placement_fn=columns_if_even)
-    return trained(model)
-
-
-@program(2)
-def each_in_two_dtypes() -> Any:
-    model = chain()
-    for block in blocks(model):
-        block.down.to(torch.float64)
-        block.down.register_forward_pre_hook(lambda _, inputs: tuple(x.double() for x in inputs))
-        block.down.register_forward_hook(lambda *found: found[-1].float())
-    return trained(each(model))
-
-
 @program(2)
 def each_with_a_hook_on_its_own_stream() -> Any:
     model = each()
@@ -560,21 +518,9 @@ def each_in_batches_of_tokens() -> Any:
     return model
 
 
-@program(2)
-def both_apis() -> Any:
-    """Two models in alternation, each with communication streams of its own."""
-    one, other = flat(), each()
-    optimizers = [sgd(one), sgd(other)]
-    for _ in range(2):
-        train(one, 1, optimizers[0])
-        train(other, 1, optimizers[1])
-    return [*shown(one), *shown(other)]
-
-
 # --- FSDP2 with an all-gather extension ---
 
 for name, num_ranks, body in (
-    ("each_extended", 2, lambda: trained_extended(extended_chain(), 3)),
     # Without biases: their buffers would also keep the memory of the metadata alive long enough.
     ("each_extended_with_metadata", 2, lambda: trained_extended(extended_chain(ScaledInt8, bias=False), 3)),
     ("each_extended_alone", 1, lambda: trained_extended(extended_chain())),

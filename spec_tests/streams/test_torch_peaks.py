@@ -16,25 +16,22 @@ ON_TWO = [name for name, case in CASES.items() if case.num_ranks == 2]
 ON_FOUR = [name for name, case in CASES.items() if case.num_ranks == 4]
 
 
-def check(kind: str, name: str) -> None:
-    case = CASES[name]
-    ours, theirs = peaks(kind, case)
-    # Gradients that wait for their reduction are stored separately from those of the unit in backward. At the peak,
-    # less than half of the latter exist.
-    apart = 0.0
-    if kind == "fully_shard" and case.micro_batches > 1:
-        apart = LARGEST_GRADIENT / 2
-        if IS_2_15:
-            # torch adds the new gradients to those that wait, so it has none of the latter.
-            apart = LARGEST_GRADIENT
-    assert ours <= theirs + apart, f"{kind}, {name}: {ours} bytes at the peak, torch's FSDP has {theirs}"
+def allowed_above_torch(kind: str, name: str) -> float:
+    """Gradients that wait for their reduction are stored separately from those of the unit in backward."""
+    if kind != "fully_shard" or CASES[name].micro_batches == 1:
+        return 0.0
+    # At the peak, less than half of the latter exist. torch 2.15 adds the new gradients to those that wait, so it has
+    # none of the latter.
+    return LARGEST_GRADIENT if IS_2_15 else LARGEST_GRADIENT / 2
+
+
+def assert_recorded(kind: str, name: str, ours: int, theirs: int) -> None:
+    """The page shows the record. The peak of torch's FSDP depends on its version."""
     recorded = json.loads(RECORD.read_text(encoding="utf-8"))
     here, there = recorded["peaks"][name][kind]
-    # The peak of torch's FSDP depends on its version.
     same_torch = recorded["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
-    assert (ours, theirs) == (here, there if same_torch else theirs), (
-        f"not as on the page ({kind}, {name}): python -m spec_tests.streams.peaks --record"
-    )
+    assert ours == here, "not as on the page: python -m spec_tests.streams.peaks --record"
+    assert theirs == there or not same_torch, "not as on the page: python -m spec_tests.streams.peaks --record"
 
 
 @pytest.mark.spec("STREAM-17")
@@ -42,7 +39,9 @@ def check(kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @rank_among_fake_ranks(2)
 def test_two_ranks_peak_no_higher_than_with_torch(kind: str, name: str) -> None:
-    check(kind, name)
+    ours, theirs = peaks(kind, CASES[name])
+    assert ours <= theirs + allowed_above_torch(kind, name)
+    assert_recorded(kind, name, ours, theirs)
 
 
 @pytest.mark.spec("STREAM-17")
@@ -50,4 +49,6 @@ def test_two_ranks_peak_no_higher_than_with_torch(kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @rank_among_fake_ranks(4)
 def test_replicas_peak_no_higher_than_with_torch(kind: str, name: str) -> None:
-    check(kind, name)
+    ours, theirs = peaks(kind, CASES[name])
+    assert ours <= theirs
+    assert_recorded(kind, name, ours, theirs)

@@ -81,7 +81,7 @@ class Trainings:
 
     def __init__(self, apis: tuple[str, ...] = APIS, **options: Any) -> None:
         # Some programs do something before the first import.
-        from spec_tests.healthy.programs.support import Net, Training
+        from spec_tests.healthy.support import Net, Training
 
         self.each = []
         for api in apis:
@@ -110,7 +110,7 @@ def train(seconds: float = 0.0, **options: Any) -> Trainings:
 
 
 def state_dicts(trained: Trainings) -> list[Any]:
-    from spec_tests.healthy.programs.support import state_dict_of
+    from spec_tests.healthy.support import state_dict_of
 
     return [dict(state_dict_of(each.model)) for each in trained.each]
 
@@ -215,7 +215,7 @@ def hash_store_and_file_store() -> None:
 
 def late_at_every_place() -> None:
     """Rank 1 is late once before sharding, forward, backward, an optimizer step, an evaluation and a save."""
-    from spec_tests.healthy.programs.support import batch
+    from spec_tests.healthy.support import batch
 
     def late() -> None:
         time.sleep(2.6 * (RANK == 1))

@@ -1,36 +1,32 @@
-"""Programs whose ranks do different amounts of work, but issue the same collectives.
-
-Spec: HEALTHY-02, HEALTHY-03.
-"""
+"""Programs whose ranks do different amounts of work, but issue the same collectives."""
 
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.algorithms import Join
-from torch.nn.parallel import DistributedDataParallel
 
-from spec_tests.healthy.programs.support import (
+from spec_tests.healthy.quiet import both_apis, healthy, only_fully_shard, only_wrapper
+from spec_tests.healthy.support import (
     FSDP,
     WIDTH,
     Net,
-    Strategy,
     Training,
     assert_same,
     batch,
     full_parameters,
-    fully_shard,
     mesh_of,
     num_sent,
-    package,
     rank,
     shard,
     wrap,
 )
+from spec_tests.subject import ShardingStrategy, fully_shard, register_fsdp_forward_method
+
+pytestmark = pytest.mark.cpu
 
 
 def alone() -> object:
@@ -48,28 +44,23 @@ def _accumulate(training: Training, counts: list[int], step: int) -> None:
             training.plain_loss(of_rank, 10 * step + micro).backward()
 
 
-def micro_batches_while_unsharded(api: str) -> None:
-    """Ranks accumulate 3 and 2 micro-batches; parameters are all-gathered once and gradients reduced once."""
-    training = Training(api, keep=True)
-    counts = [3, 2]
-    for step in range(2):
-        _accumulate(training, counts, step)
-        training.update()
-    training.check()
-
-
-def one_micro_batch_and_many(api: str) -> None:
-    """Rank 0 has one micro-batch in a step, rank 1 has five, and in the next step it is the other way around."""
+@pytest.mark.spec("HEALTHY-02")
+@both_apis
+@healthy(2)
+def test_ranks_may_accumulate_different_numbers_of_micro_batches(api: str) -> None:
+    """While parameters stay unsharded, they are all-gathered once and gradients are reduced once."""
     training = Training(api, keep=True)
     training.step(99)
-    for step in range(2):
-        counts = [1, 5] if step == 0 else [5, 1]
+    for step, counts in enumerate(([1, 5], [5, 1], [3, 2])):
         _accumulate(training, counts, step)
         training.update()
     training.check()
 
 
-def replicas_with_unequal_micro_batches(api: str) -> None:
+@pytest.mark.spec("HEALTHY-03")
+@only_fully_shard
+@healthy(4)
+def test_replicas_may_accumulate_different_numbers_of_micro_batches(api: str) -> None:
     """Replicas reduce within each replica, and all-reduce only in their last of 3 and 2 micro-batches."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     training = Training(api, mesh=mesh)
@@ -86,7 +77,10 @@ def replicas_with_unequal_micro_batches(api: str) -> None:
     training.check()
 
 
-def evaluation_while_unsharded(api: str) -> None:
+@pytest.mark.spec("HEALTHY-02")
+@both_apis
+@healthy(2)
+def test_ranks_may_evaluate_different_numbers_of_batches(api: str) -> None:
     """Parameters stay unsharded after forward, so only the first of 5 and 3 evaluation batches communicates."""
     training = Training(api, keep=True)
     for step in range(2):
@@ -95,29 +89,6 @@ def evaluation_while_unsharded(api: str) -> None:
             for number in range(5 if rank() == 0 else 3):
                 training.model(batch(rank(), number))
     training.step(2)
-    training.check()
-
-
-def evaluation_before_training(api: str) -> None:
-    """A rank evaluates more batches than the other before the first step, in evaluation mode."""
-    training = Training(api, keep=True)
-    training.model.eval()
-    with torch.no_grad():
-        for number in range(2 + 3 * rank()):
-            training.model(batch(rank(), number))
-    training.model.train()
-    for step in range(2):
-        training.step(step)
-    training.check()
-
-
-def evaluation_with_other_batch_sizes(api: str) -> None:
-    """All ranks evaluate, with batches of different sizes, between two steps."""
-    training = Training(api)
-    for step in range(2):
-        training.step(step, lambda of_rank: 2 + 5 * of_rank)
-        with torch.no_grad():
-            training.model(batch(rank(), 7, rows=1 + 30 * rank()))
     training.check()
 
 
@@ -130,7 +101,10 @@ class Generator(Net):
         return x
 
 
-def generate_of_different_lengths(api: str) -> None:
+@pytest.mark.spec("HEALTHY-02")
+@both_apis
+@healthy(2)
+def test_ranks_may_generate_sequences_of_different_lengths(api: str) -> None:
     """Ranks generate sequences of different lengths while all parameters are unsharded."""
     torch.manual_seed(0)
     net = Generator(0)
@@ -142,23 +116,11 @@ def generate_of_different_lengths(api: str) -> None:
         with torch.no_grad(), FSDP.summon_full_params(training.model, writeback=False):
             generated = training.model.module.generate(batch(rank(), 1), length)
     else:
-        package.register_fsdp_forward_method(training.model, "generate")
+        register_fsdp_forward_method(training.model, "generate")
         with torch.no_grad():
             generated = training.model.generate(batch(rank(), 1), length)
     torch.testing.assert_close(generated, expected)
     training.step(1)
-    training.check()
-
-
-def local_evaluation_of_full_parameters(api: str) -> None:
-    """All ranks unshard the model; rank 0 then evaluates a plain copy, alone, four times."""
-    training = Training(api)
-    for step in range(2):
-        training.step(step)
-        copied = Net()
-        copied.load_state_dict(full_parameters(training.model))
-        for number in range(4 if rank() == 0 else 0):
-            copied(batch(0, number)).sum().backward()
     training.check()
 
 
@@ -178,7 +140,10 @@ class WithExperts(nn.Module):
         return self.last(x)
 
 
-def local_experts(api: str) -> None:
+@pytest.mark.spec("HEALTHY-02", "HEALTHY-03")
+@both_apis
+@healthy(2)
+def test_ranks_may_have_different_numbers_of_local_experts(api: str) -> None:
     """Rank 0 has three local experts and rank 1 has two, each in a process group of one rank."""
     torch.manual_seed(rank())
     model, group = WithExperts(3 - rank()), alone()
@@ -206,13 +171,16 @@ def local_experts(api: str) -> None:
     assert torch.equal(*of_both)
 
 
-def frozen_network_on_one_rank(api: str) -> None:
+@pytest.mark.spec("HEALTHY-02")
+@both_apis
+@healthy(2)
+def test_one_rank_may_use_a_frozen_network(api: str) -> None:
     """Ranks use a frozen network in different steps. It is not sharded, so it issues no collective."""
     torch.manual_seed(1)
     judge = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
     plain_judge = copy.deepcopy(judge)
     if api == "wrapper":
-        judge = wrap(judge, sharding_strategy=Strategy.NO_SHARD)
+        judge = wrap(judge, sharding_strategy=ShardingStrategy.NO_SHARD)
     else:
         judge = fully_shard(judge, mesh=mesh_of(alone()))
     training = Training(api)
@@ -228,23 +196,10 @@ def frozen_network_on_one_rank(api: str) -> None:
     training.check()
 
 
-def frozen_network_between_forward_and_backward(api: str) -> None:
-    """Rank 1 runs a frozen local network, with a backward of its own, between forward and backward of the model."""
-    judge = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-    judge = wrap(judge, process_group=alone()) if api == "wrapper" else fully_shard(judge, mesh=mesh_of(alone()))
-    training = Training(api)
-    for step in range(3):
-        loss = training.loss(step)
-        for _ in range(2 * rank()):
-            x = batch(rank(), step).requires_grad_()
-            judge(x).sum().backward()
-        loss.backward()
-        training.plain_backward(step)
-        training.update()
-    training.check()
-
-
-def step_of_another_optimizer_on_one_rank(api: str) -> None:
+@pytest.mark.spec("HEALTHY-02")
+@both_apis
+@healthy(2)
+def test_one_rank_may_train_a_plain_model_in_between(api: str) -> None:
     """Rank 1 also trains a small plain model of its own, with an optimizer of its own, between any two calls."""
     training = Training(api, keep=True)
     probe = nn.Linear(WIDTH, 1)
@@ -272,12 +227,15 @@ def step_of_another_optimizer_on_one_rank(api: str) -> None:
     training.check()
 
 
-def local_sgd(api: str) -> None:
+@pytest.mark.spec("HEALTHY-02")
+@only_wrapper
+@healthy(2)
+def test_ranks_may_take_local_steps_without_sharding(api: str) -> None:
     """NO_SHARD and `no_sync`: each rank takes three local steps, then the program averages the parameters."""
     torch.manual_seed(0)
     net = Net()
     plains = [copy.deepcopy(net) for _ in range(2)]
-    model = shard(api, net, sharding_strategy=Strategy.NO_SHARD, use_orig_params=True)
+    model = shard(api, net, sharding_strategy=ShardingStrategy.NO_SHARD, use_orig_params=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         with model.no_sync():
@@ -298,7 +256,10 @@ def local_sgd(api: str) -> None:
     assert_same(model, plains[0])
 
 
-def unused_parameter_on_one_rank(api: str) -> None:
+@pytest.mark.spec("HEALTHY-02")
+@only_wrapper
+@healthy(2)
+def test_one_rank_may_leave_out_a_part_of_a_flat_unit(api: str) -> None:
     """Rank 1 does not use some parameters of a flat unit; it contributes zeros for them."""
 
     class Two(nn.Module):
@@ -332,7 +293,10 @@ class Towers(nn.Module):
         return self.head(x)
 
 
-def towers_over_different_groups(api: str) -> None:
+@pytest.mark.spec("HEALTHY-03")
+@both_apis
+@healthy(4)
+def test_two_towers_may_be_sharded_over_different_groups(api: str) -> None:
     """Four ranks shard one tower over rows of the mesh and the other over columns; some rows have no images."""
     torch.manual_seed(0)
     model, own = Towers(), alone()
@@ -346,46 +310,24 @@ def towers_over_different_groups(api: str) -> None:
         fully_shard(model.image, mesh=mesh_of(rows))
         fully_shard(model.text, mesh=mesh_of(columns))
         sharded = fully_shard(model, mesh=mesh_of(own))
+
+    def parts(of_rank: int, step: int) -> str:
+        return "image text" if step != 1 else "image" if of_rank < 2 else ""
+
+    row = (0, 1) if rank() < 2 else (2, 3)
     for step in range(3):
-        parts = "image text" if step != 1 else "image" if rank() < 2 else ""
-        sharded(batch(rank(), step), parts).square().mean().backward()
-    assert_gradient(model.image, plain, "image", rank() // 2 * 2, rank() // 2 * 2 + 1)
+        sharded(batch(rank(), step), parts(rank(), step)).square().mean().backward()
+        for of_rank in row:
+            (plain(batch(of_rank, step), parts(of_rank, step)).square().mean() / 2).backward()
+    for tower in (model.image, plain.image):
+        torch.optim.SGD(tower.parameters(), lr=0.1).step()
+    assert_same(model.image, plain.image)
 
 
-def assert_gradient(module: nn.Module, plain: Towers, name: str, *ranks: int) -> None:
-    """Checks that a tower of two ranks has the mean of their gradients, summed over the steps."""
-    for step in range(3):
-        for of_rank in ranks:
-            parts = "image text" if step != 1 else "image" if of_rank < 2 else ""
-            (plain(batch(of_rank, step), parts).square().mean() / 2).backward()
-    expected = torch.cat([parameter.grad.flatten() for parameter in getattr(plain, name).parameters()])
-    if isinstance(module, FSDP):
-        mine = module._flat_param.grad if hasattr(module, "_flat_param") else next(module.parameters()).grad
-        assert mine is not None
-        group = module.process_group
-        of_both = [torch.empty_like(mine) for _ in range(2)]
-        dist.all_gather(of_both, mine, group=group)
-        found = torch.cat(of_both)[: len(expected)]
-    else:
-        found = torch.cat([parameter.grad.full_tensor().flatten() for parameter in module.parameters()])
-    torch.testing.assert_close(found, expected)
-
-
-def ddp_with_join_next_to_it(api: str) -> None:
-    """A DDP model with uneven inputs, which `Join` handles, trains next to a sharded model with even inputs."""
-    training = Training(api)
-    torch.manual_seed(1)
-    other = DistributedDataParallel(nn.Linear(WIDTH, WIDTH))
-    for step in range(2):
-        training.step(step)
-        with Join([other]):
-            for number in range(3 + 2 * rank()):
-                other(batch(rank(), number)).square().mean().backward()
-        other.zero_grad()
-    training.check()
-
-
-def backward_that_sends_nothing(api: str) -> None:
+@pytest.mark.spec("HEALTHY-03")
+@both_apis
+@healthy(2)
+def test_a_backward_in_an_accumulation_sends_nothing(api: str) -> None:
     """A micro-batch that neither all-gathers nor reduces is not compared: its groups have no collective."""
     training = Training(api, keep=True)
     training.step(0)
@@ -404,7 +346,10 @@ def backward_that_sends_nothing(api: str) -> None:
     training.check()
 
 
-def evaluation_that_sends_nothing(api: str) -> None:
+@pytest.mark.spec("HEALTHY-02")
+@both_apis
+@healthy(2)
+def test_an_evaluation_of_unsharded_parameters_sends_nothing(api: str) -> None:
     """An evaluation of a model whose parameters are already unsharded issues no collective."""
     training = Training(api, keep=True)
     with torch.no_grad():
@@ -417,7 +362,10 @@ def evaluation_that_sends_nothing(api: str) -> None:
     training.check()
 
 
-def replicas_that_do_not_meet(api: str) -> None:
+@pytest.mark.spec("HEALTHY-03")
+@only_fully_shard
+@healthy(4)
+def test_a_backward_without_an_all_reduce_sends_nothing_between_replicas(api: str) -> None:
     """In a micro-batch without an all-reduce, the groups of replicas have no collective."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     training = Training(api, mesh=mesh)
@@ -433,50 +381,3 @@ def replicas_that_do_not_meet(api: str) -> None:
     training.plain_backward(2)
     training.update()
     training.check()
-
-
-def no_sync_of_one_rank_under_no_shard(api: str) -> None:
-    """Under NO_SHARD one rank accumulates one micro-batch more than the other before both reduce."""
-    training = Training(api, sharding_strategy=Strategy.NO_SHARD)
-    counts = [1, 3]
-    for micro in range(counts[rank()]):
-        with nullcontext() if micro == counts[rank()] - 1 else training.model.no_sync():
-            training.loss(micro).backward()
-    for of_rank, count in enumerate(counts):
-        for micro in range(count):
-            training.plain_loss(of_rank, micro).backward()
-    training.update()
-    training.check()
-
-
-ON_TWO = {
-    "wrapper": [
-        micro_batches_while_unsharded,
-        one_micro_batch_and_many,
-        evaluation_while_unsharded,
-        evaluation_before_training,
-        evaluation_with_other_batch_sizes,
-        generate_of_different_lengths,
-        local_evaluation_of_full_parameters,
-        local_experts,
-        frozen_network_on_one_rank,
-        frozen_network_between_forward_and_backward,
-        step_of_another_optimizer_on_one_rank,
-        local_sgd,
-        no_sync_of_one_rank_under_no_shard,
-        unused_parameter_on_one_rank,
-        ddp_with_join_next_to_it,
-        backward_that_sends_nothing,
-        evaluation_that_sends_nothing,
-    ],
-}
-ONLY_WRAPPER = (local_sgd, no_sync_of_one_rank_under_no_shard, unused_parameter_on_one_rank)
-ON_TWO["fully_shard"] = [program for program in ON_TWO["wrapper"] if program not in ONLY_WRAPPER]
-ON_FOUR = {
-    "wrapper": [towers_over_different_groups],
-    "fully_shard": [
-        towers_over_different_groups,
-        replicas_with_unequal_micro_batches,
-        replicas_that_do_not_meet,
-    ],
-}

@@ -1,23 +1,20 @@
 """Runs a random program on the simulated device, and checks it for races (``races`` of ``spec_tests/random_programs``).
 
-`play` trains as rank ``program.rank``, with fake ranks as the others, and logs all operators. Then it makes two checks:
-no accesses race, and the results (parameters, gradients, losses, state dicts and all other tensors that the user reads)
-are equal bit by bit in other orders that the streams allow. No reference is needed. So such a program can also unshard
-and reshard manually, replace ``p.data``, set any switch of `FSDPModule`, or run the optimizer inside backward. The user
-only stops the CPU if necessary. A stop orders all later operations after it, so it could hide a missing wait.
-
-The `Outcome` has the finding of a program. `simplest` removes everything from a failing program that can be removed.
+`finding_of` trains as rank ``program.rank``, with fake ranks as the others, and logs all operators. Then it checks that
+no accesses race, and that the results (parameters, gradients, losses, state dicts and all other tensors that the user
+reads) are equal bit by bit in other orders that the streams allow. No reference is needed. So such a program can also
+unshard and reshard manually, replace ``p.data``, set any switch of `FSDPModule`, or run the optimizer inside backward.
+The user only stops the CPU if necessary. A stop orders all later operations after it, so it could hide a missing wait.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import time
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -28,42 +25,31 @@ from torch import Tensor
 from minifsdp.cases import written_weights
 from spec_tests import subject
 from spec_tests.harness import device, simulated, worker
-from spec_tests.random_programs import judge
-from spec_tests.random_programs.description import Call, Description, calls_of, is_per_parameter, to_json
+from spec_tests.random_programs.description import Call, Description, calls_of, is_per_parameter
 from spec_tests.random_programs.front_ends import PRECISIONS
+from spec_tests.random_programs.judge import Verdict
 from spec_tests.random_programs.modules import Kept, Piece, batch_on_cpu, loss_of, optimizer_for
 from spec_tests.random_programs.sides import MEANINGLESS, ByFunction, ByWrapper, Sharded, whole_of
 
-__all__ = ["Outcome", "play", "report", "simplest"]
+__all__ = ["judged"]
 
 WORLD = simulated.WORLD
 OTHER_DEVICE = 1
+NUM_SCHEDULES = 8
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a program.
-
-    Attributes:
-        finding: the error that was found; ``None`` if there is none.
-        num_operations: number of operations in the program.
-        num_schedules: number of schedules in which it was executed again.
-        seconds: total duration.
-    """
-
-    finding: str | None
-    num_operations: int
-    num_schedules: int
-    seconds: float
+def judged(programs: list[Description], num_schedules: int = NUM_SCHEDULES) -> Iterator[Verdict]:
+    """Runs the programs on the simulated device of this process, and yields a verdict for each."""
+    for program in programs:
+        yield Verdict(program, finding_of(program, num_schedules))
 
 
-def play(program: Description, num_schedules: int, seed: int = 0) -> Outcome:
-    """Runs a program on the simulated device of this process, and checks it."""
-    begin = time.monotonic()
+def finding_of(program: Description, num_schedules: int) -> str | None:
+    """The error that a program has in its own order, or in one of ``num_schedules`` others."""
     _become(program.num_ranks, program.rank)
     WORLD.begin()
     log = simulated.Log()
-    finding, num_done = None, 0
+    finding = None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -73,8 +59,7 @@ def play(program: Description, num_schedules: int, seed: int = 0) -> Outcome:
             with log, mock.patch.object(written_weights, "_check_equal"):
                 _make_calls(run)
         # The user reads the results at the end, after a stop.
-        verdict = log.judge([*run.parameters(), *run.seen], num_schedules, seed)
-        num_done = verdict.num_schedules
+        verdict = log.judge([*run.parameters(), *run.seen], num_schedules)
         if verdict.different:
             finding = f"other bits in the schedules {verdict.different}"
     except Exception:
@@ -83,7 +68,7 @@ def play(program: Description, num_schedules: int, seed: int = 0) -> Outcome:
         finding = "\n".join([*map(str, WORLD.races.values()), finding or ""])
     run = None
     WORLD.current_index = 0
-    return Outcome(finding, len(log.operations), num_done, time.monotonic() - begin)
+    return finding
 
 
 def _become(num_ranks: int, rank: int) -> None:
@@ -302,22 +287,3 @@ class _ByFunction(_Racing, ByFunction):
 def _local(tensor: Any) -> Tensor:
     local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local.detach()
-
-
-# --- findings ---
-
-
-def simplest(program: Description, num_schedules: int, seconds: float = 60.0) -> Description:
-    """Simplifies a failing program until no simpler one fails, or until the time is over."""
-    end = time.monotonic() + seconds
-
-    def failing(candidates: list[Description]) -> Description | None:
-        return next((d for d in candidates if time.monotonic() < end and play(d, num_schedules).finding), None)
-
-    return judge.simplest(program, failing)
-
-
-def report(program: Description, num_schedules: int) -> str:
-    """The report of a failing program: the finding, and the command that reproduces it."""
-    finding = play(program, num_schedules).finding
-    return f"{finding}\nTo see it again:\npython -m spec_tests.random_programs --races '{to_json(program)}'"

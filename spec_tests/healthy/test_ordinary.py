@@ -1,7 +1,4 @@
-"""Ordinary programs, in which no check may report an error.
-
-Spec: HEALTHY-01, HEALTHY-05, HEALTHY-09.
-"""
+"""Ordinary programs, in which no check may report an error. Each compares its parameters with plain training."""
 
 from __future__ import annotations
 
@@ -13,34 +10,41 @@ import sys
 import tempfile
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spec_tests.healthy.programs.support import (
-    FSDP,
+from spec_tests.harness import ranks
+from spec_tests.healthy.quiet import both_apis, healthy
+from spec_tests.healthy.support import (
     WIDTH,
     Net,
-    Strategy,
     Training,
     assert_same,
     batch,
     full_parameters,
-    fully_shard,
+    late,
     mesh_of,
     num_sent,
     rank,
     shard,
     state_dict_of,
 )
+from spec_tests.subject import ShardingStrategy, fully_shard
+
+pytestmark = pytest.mark.cpu
+each_transport = pytest.mark.parametrize("transport", ["messages", "by size", "collectives"])
 
 
-def two_models_in_turn(api: str) -> None:
+@pytest.mark.spec("HEALTHY-01")
+@both_apis
+@healthy(2)
+def test_two_models_may_train_in_turn(api: str) -> None:
     """A generator and a discriminator train in turn, as in a GAN: each step uses both and updates one."""
     generator, judge = Training(api), Training(api, Net(1))
     for step in range(3):
@@ -61,7 +65,10 @@ def two_models_in_turn(api: str) -> None:
     judge.check()
 
 
-def teacher_and_student(api: str) -> None:
+@pytest.mark.spec("HEALTHY-01")
+@both_apis
+@healthy(2)
+def test_a_frozen_teacher_may_give_the_targets(api: str) -> None:
     """A frozen sharded teacher gives the targets of a student."""
     torch.manual_seed(1)
     teacher = Net().requires_grad_(False)
@@ -79,7 +86,10 @@ def teacher_and_student(api: str) -> None:
     student.check()
 
 
-def layer_drop_and_early_exit(api: str) -> None:
+@pytest.mark.spec("HEALTHY-01")
+@both_apis
+@healthy(2)
+def test_all_ranks_may_skip_the_same_layers(api: str) -> None:
     """All ranks skip the same layers, and in the last step all layers."""
     training = Training(api, Net(3))
     for step, num_layers in enumerate((3, 1, 2, 0)):
@@ -87,7 +97,10 @@ def layer_drop_and_early_exit(api: str) -> None:
     training.check()
 
 
-def freezing_by_epoch(api: str) -> None:
+@pytest.mark.spec("HEALTHY-01")
+@both_apis
+@healthy(2)
+def test_parameters_may_be_frozen_by_epoch(api: str) -> None:
     """The first layer is frozen in the first epoch, and only that layer trains in the second, as adapters do."""
     options = {"use_orig_params": True} if api == "wrapper" else {}
     training = Training(api, **options)
@@ -100,7 +113,10 @@ def freezing_by_epoch(api: str) -> None:
     training.check()
 
 
-def average_of_the_weights(api: str) -> None:
+@pytest.mark.spec("HEALTHY-01")
+@both_apis
+@healthy(2)
+def test_a_program_may_average_its_weights(api: str) -> None:
     """The program keeps an exponential moving average of the local shards and evaluates with it."""
     training = Training(api)
     averages = [parameter.detach().clone() for parameter in training.model.parameters()]
@@ -123,7 +139,10 @@ def average_of_the_weights(api: str) -> None:
     training.check()
 
 
-def clipping_manually(api: str) -> None:
+@pytest.mark.spec("HEALTHY-01")
+@both_apis
+@healthy(2)
+def test_a_program_may_clip_its_gradients_itself(api: str) -> None:
     """The program sums the squares of its local gradients with its own all-reduce, and scales them."""
     training = Training(api)
     for step in range(3):
@@ -146,7 +165,10 @@ def local(tensor: Any) -> Any:
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
-def collectives_of_the_program(api: str) -> None:
+@pytest.mark.spec("HEALTHY-01")
+@both_apis
+@healthy(2)
+def test_a_program_may_issue_its_own_collectives(api: str) -> None:
     """The program issues its own collectives on the default group in forward, in backward and between the calls."""
 
     class Measured(Net):
@@ -170,7 +192,10 @@ def collectives_of_the_program(api: str) -> None:
     training.check()
 
 
-def exception_that_all_ranks_catch(api: str) -> None:
+@pytest.mark.spec("HEALTHY-01")
+@both_apis
+@healthy(2)
+def test_all_ranks_may_catch_an_exception(api: str) -> None:
     """An exception ends a forward, a backward, and a loss on all ranks; each rank catches it and continues."""
 
     class Failing(Net):
@@ -207,44 +232,6 @@ def fail() -> None:
     raise LookupError("a bad gradient")
 
 
-def retry_with_smaller_batch(api: str) -> None:
-    """All ranks run out of memory in the middle of a forward, and try again with half of the batch."""
-
-    class Small(Net):
-        def forward(self, x: Tensor, num_layers: int | None = None) -> Tensor:
-            x = self.layers[0](x)
-            if len(x) > 4:
-                raise torch.OutOfMemoryError("tried to allocate too much")
-            return self.head(self.layers[1](x))
-
-    training = Training(api, Small())
-    for step in range(2):
-        for rows in (8, 4):
-            try:
-                training.step(step, lambda _, rows=rows: rows)
-                break
-            except torch.OutOfMemoryError:
-                training.optimizer.zero_grad()
-    training.check()
-
-
-def keyboard_interrupt_that_all_ranks_catch(api: str) -> None:
-    """A user interrupts the training loop on all ranks, as in a notebook, and starts it again."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        training = Training(api)
-        for first in (0, 2):
-            try:
-                for step in range(first, first + 2):
-                    training.step(step)
-                signal.raise_signal(signal.SIGINT)
-            except KeyboardInterrupt:
-                pass
-        training.check()
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def in_thread(function: Callable[[], Any]) -> Any:
     """Runs a function in another thread and returns its result."""
     found: list[Any] = []
@@ -254,7 +241,10 @@ def in_thread(function: Callable[[], Any]) -> Any:
     return found[0]
 
 
-def inference_in_threads(api: str) -> None:
+@pytest.mark.spec("HEALTHY-01")
+@both_apis
+@healthy(2)
+def test_threads_may_evaluate(api: str) -> None:
     """All ranks evaluate the sharded model in another thread, while a second thread runs a plain model."""
     training, plain, is_over = Training(api), Net(), threading.Event()
 
@@ -284,7 +274,10 @@ def evaluated(model: nn.Module) -> Tensor:
         return out
 
 
-def saving_in_a_thread(api: str) -> None:
+@pytest.mark.spec("HEALTHY-01")
+@both_apis
+@healthy(2)
+def test_a_thread_may_save_while_training_continues(api: str) -> None:
     """A thread writes a state dict to a file while training continues."""
     training = Training(api)
     training.step(0)
@@ -306,7 +299,10 @@ def saving_in_a_thread(api: str) -> None:
     training.check()
 
 
-def child_processes(api: str) -> None:
+@pytest.mark.spec("HEALTHY-01")
+@both_apis
+@healthy(2)
+def test_a_rank_may_start_processes(api: str) -> None:
     """Rank 1 starts a subprocess and forks, with SIGTERM for one of the children, while both ranks train."""
     training = Training(api)
     training.step(0)
@@ -326,33 +322,20 @@ def child_processes(api: str) -> None:
     training.check()
 
 
-def a_rank_that_is_always_late(api: str) -> None:
-    """200 steps, in which rank 1 is late by some milliseconds at different places."""
-    training = Training(api, Net(1))
-    for step in range(200):
-        if rank() == 1 and step % 3 == 0:
-            time.sleep(0.004)
-        loss = training.loss(step)
-        if rank() == 1 and step % 3 == 1:
-            time.sleep(0.004)
-        loss.backward()
-        if rank() == 1 and step % 3 == 2:
-            time.sleep(0.004)
-        training.plain_backward(step)
-        training.update()
-    training.check()
-
-
-def a_rank_that_is_late_in_every_step(api: str) -> None:
-    """300 steps, in which rank 1 is late by 3 ms in each. No step issues more collectives than another."""
+@pytest.mark.spec("HEALTHY-01")
+@both_apis
+@healthy(2)
+def test_a_rank_may_be_late_in_every_step_and_no_step_communicates_more(api: str) -> None:
+    """300 steps, in which rank 1 is late by 3 ms at one of three places."""
     training = Training(api, Net(1))
     sent = []
     for step in range(300):
         before = num_sent(dist.group.WORLD)
+        late(0.003 * (step % 3 == 0))
         loss = training.loss(step)
-        if rank() == 1:
-            time.sleep(0.003)
+        late(0.003 * (step % 3 == 1))
         loss.backward()
+        late(0.003 * (step % 3 == 2))
         training.plain_backward(step)
         training.update()
         sent.append(num_sent(dist.group.WORLD) - before)
@@ -360,24 +343,23 @@ def a_rank_that_is_late_in_every_step(api: str) -> None:
     training.check()
 
 
-def models_that_come_and_go(api: str) -> None:
-    """A search trains ten models one after the other on the same group; nothing keeps the earlier ones alive."""
-    last: Any = None
-    for trial in range(10):
-        training = Training(api, Net(1 + trial % 3))
-        training.step(trial)
-        training.check()
-        if trial == 8:
-            last = weakref.ref(next(training.model.parameters()))
-    del training
-    assert last is not None
+def choose(transport: str) -> None:
+    """Chooses the transport between CPUs for this test. By default, it depends on the size of a message."""
+    if transport == "by size":
+        os.environ.pop("MINIFSDP_TRANSPORT", None)
+    else:
+        os.environ["MINIFSDP_TRANSPORT"] = transport
 
 
-def gather_ahead_and_send(api: str) -> None:
+@pytest.mark.spec("HEALTHY-05")
+@each_transport
+@healthy(2)
+def test_a_rank_may_all_gather_before_it_sends(transport: str) -> None:
     """Rank 0 issues an all-gather before it sends a batch, and rank 1 issues it after it has received the batch."""
+    choose(transport)
     # A new group has issued no collective of this size.
     group = dist.new_group([0, 1])
-    training = Training(api, Net(0), group=group)
+    training = Training("fully_shard", Net(0), group=group)
     for step in range(2):
         received = batch(1, step)
         if rank() == 0:
@@ -393,8 +375,12 @@ def gather_ahead_and_send(api: str) -> None:
     training.check()
 
 
-def gather_many_ahead_and_send(api: str) -> None:
+@pytest.mark.spec("HEALTHY-05")
+@each_transport
+@healthy(2)
+def test_a_rank_may_all_gather_several_units_before_it_sends(transport: str) -> None:
     """Rank 0 issues all-gathers of three units of different sizes before rank 1, which waits for a message."""
+    choose(transport)
     group, sizes = dist.new_group([0, 1]), (3, 5, 8)
     units = [fully_shard(nn.Linear(size, size), mesh=mesh_of(group)) for size in sizes]
     message = torch.zeros(2)
@@ -408,7 +394,10 @@ def gather_many_ahead_and_send(api: str) -> None:
         unit(torch.ones(2, size)).sum().backward()
 
 
-def stages_of_a_pipeline(api: str) -> None:
+@pytest.mark.spec("HEALTHY-03")
+@both_apis
+@healthy(4)
+def test_stages_of_a_pipeline_may_send_to_each_other(api: str) -> None:
     """Two stages of a pipeline, each sharded over a group of its own, send activations and gradients to each other."""
     groups = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])]
     stage, other = rank() // 2, (rank() + 2) % 4
@@ -441,11 +430,14 @@ def stages_of_a_pipeline(api: str) -> None:
     assert_same(model, plains[stage])
 
 
-def hybrid_with_a_local_evaluation(api: str) -> None:
+@pytest.mark.spec("HEALTHY-03")
+@both_apis
+@healthy(4)
+def test_one_replica_may_evaluate_more_batches(api: str) -> None:
     """One of two replicas evaluates three batches more than the other; only its shard group communicates."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     if api == "wrapper":
-        training = Training(api, device_mesh=mesh, sharding_strategy=Strategy.HYBRID_SHARD)
+        training = Training(api, device_mesh=mesh, sharding_strategy=ShardingStrategy.HYBRID_SHARD)
     else:
         training = Training(api, mesh=mesh)
     for step in range(2):
@@ -456,40 +448,16 @@ def hybrid_with_a_local_evaluation(api: str) -> None:
     training.check()
 
 
-def summoned_on_all_ranks(api: str) -> None:
-    """All ranks read the unsharded parameters between steps, and one of them takes long."""
-    training = Training(api)
-    for step in range(2):
-        training.step(step)
-        found = full_parameters(training.model)
-        if rank() == 0:
-            assert all(value.isfinite().all() for value in found.values())
-            time.sleep(0.3)
-    if api == "wrapper":
-        with FSDP.summon_full_params(training.model):
-            pass
-    training.check()
-
-
-BOTH = [
-    two_models_in_turn,
-    teacher_and_student,
-    layer_drop_and_early_exit,
-    freezing_by_epoch,
-    average_of_the_weights,
-    clipping_manually,
-    collectives_of_the_program,
-    exception_that_all_ranks_catch,
-    retry_with_smaller_batch,
-    keyboard_interrupt_that_all_ranks_catch,
-    inference_in_threads,
-    saving_in_a_thread,
-    child_processes,
-    a_rank_that_is_always_late,
-    models_that_come_and_go,
-    summoned_on_all_ranks,
-]
-ON_TWO = {"wrapper": BOTH, "fully_shard": BOTH}
-LONG = {api: [a_rank_that_is_late_in_every_step] for api in ("wrapper", "fully_shard")}
-AHEAD = {"fully_shard": [gather_ahead_and_send, gather_many_ahead_and_send]}
-ON_FOUR = {api: [stages_of_a_pipeline, hybrid_with_a_local_evaluation] for api in ("wrapper", "fully_shard")}
+@pytest.mark.spec("SD-FULL-10")
+@ranks(2)
+def test_rank_0_may_load_a_checkpoint_into_the_plain_module_before_wrapping() -> None:
+    torch.manual_seed(3)
+    checkpoint = Net().state_dict()
+    torch.manual_seed(4 + rank())
+    net = Net()
+    if rank() == 0:
+        net.load_state_dict(checkpoint)
+    model = shard("wrapper", net, sync_module_states=True)
+    assert full_parameters(model).keys() == checkpoint.keys()
+    for name, value in full_parameters(model).items():
+        assert torch.equal(value, checkpoint[name]), name

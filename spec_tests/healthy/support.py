@@ -7,11 +7,10 @@ the batch of this rank, the plain model on the batches of all ranks. `Training.c
 from __future__ import annotations
 
 import copy
-import importlib
-import os
 import re
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,14 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-IMPL = os.environ.get("HEALTHY_IMPL", "minifsdp")
-APIS = ("wrapper", "fully_shard")
-package: Any = importlib.import_module("torch.distributed.fsdp" if IMPL == "torch" else IMPL)
-CPU = torch.device("cpu")
-FSDP: Any = package.FullyShardedDataParallel
-wrap: Callable[..., Any] = partial(FSDP, device_id=CPU)
-fully_shard: Callable[..., Any] = package.fully_shard
-Strategy: Any = package.ShardingStrategy
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ShardingStrategy, StateDictType, fully_shard
+
+wrap: Callable[..., Any] = partial(FSDP, device_id=torch.device("cpu"))
 WRAPPER_PARTS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)\.")
 WIDTH = 8
 
@@ -60,7 +55,7 @@ def shard(api: str, model: Any, *, keep: bool = False, group: Any = None, **opti
     """Shards the layers of a `Net` and then the rest of it, with one of the two APIs.
 
     Args:
-        api: one of `APIS`.
+        api: ``"wrapper"`` or ``"fully_shard"``.
         model: the `Net`.
         keep: whether parameters stay unsharded after forward.
         group: the process group; the default group if it is missing.
@@ -68,7 +63,10 @@ def shard(api: str, model: Any, *, keep: bool = False, group: Any = None, **opti
     """
     names = list(dict(getattr(model, "layers", nn.ModuleList()).named_children()))
     if api == "wrapper":
-        options = {"sharding_strategy": Strategy.SHARD_GRAD_OP if keep else Strategy.FULL_SHARD, **options}
+        options = {
+            "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP if keep else ShardingStrategy.FULL_SHARD,
+            **options,
+        }
         for name in names:
             model.layers[int(name)] = wrap(model.layers[int(name)], process_group=group, **options)
         return wrap(model, process_group=group, **options)
@@ -111,7 +109,7 @@ class Training:
     """A sharded model and a plain copy of it, both trained with SGD.
 
     Args:
-        api: one of `APIS`.
+        api: ``"wrapper"`` or ``"fully_shard"``.
         net: the plain model; a `Net` if it is missing.
         ranks: the ranks that train it; all if they are missing.
         change: called with the model before it is sharded.
@@ -166,11 +164,7 @@ class Training:
         """Only the last of ``count`` micro-batches reduces gradients; the parameters stay unsharded until then."""
         is_last = micro == count - 1
         if self.api == "wrapper":
-            from contextlib import nullcontext
-
             return nullcontext() if is_last else self.model.no_sync()
-        from contextlib import nullcontext
-
         self.model.set_requires_gradient_sync(is_last)
         self.model.set_reshard_after_backward(is_last)
         return nullcontext()
@@ -189,7 +183,7 @@ def num_sent(group: Any) -> int:
 def state_dict_of(model: Any) -> dict[str, Any]:
     """A full state dict, on all ranks that call it."""
     if isinstance(model, FSDP):
-        with FSDP.state_dict_type(model, package.StateDictType.FULL_STATE_DICT):
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
             state: dict[str, Any] = model.state_dict()
             return state
     return {name: value.full_tensor() for name, value in model.state_dict().items()}

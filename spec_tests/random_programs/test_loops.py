@@ -1,42 +1,35 @@
-"""Several hundred randomly generated training runs with each API; see ``spec_tests/random_programs``.
+"""Several hundred random training loops with each API.
 
-To run more examples, or others::
+To run others::
 
-    export MINIFSDP_PROPERTY_EXAMPLES=3000 MINIFSDP_PROPERTY_SEED=17
-    python -m pytest -s spec_tests/parity/test_properties.py
-
-Each world size runs a fixed fraction of the examples.
+    python -m spec_tests.random_programs loops --seed 17 --minutes 30
 """
 
 from __future__ import annotations
-
-import os
 
 import pytest
 
 from spec_tests.random_programs.description import from_json
 from spec_tests.random_programs.draw import drawn
-from spec_tests.random_programs.judge import hunt
+from spec_tests.random_programs.judge import failure_of
 
-EXAMPLES = int(os.environ.get("MINIFSDP_PROPERTY_EXAMPLES", "300"))
-SEED = int(os.environ.get("MINIFSDP_PROPERTY_SEED", "0"))
-# Most examples run on two ranks, where the comparison is bitwise and runs are fast.
-PARTS = {1: 0.15, 2: 0.55, 3: 0.1, 4: 0.2}
-OF_APIS = {"fsdp1": 1.0, "fully_shard": 0.5}
+# By number of ranks, the number of programs with the wrapper. With `fully_shard` it is half of it. Most programs run on
+# two ranks, where the comparison is bitwise and runs are fast.
+NUM_PROGRAMS = {1: 45, 2: 165, 3: 30, 4: 60}
 
 
 @pytest.mark.ranks
-@pytest.mark.not_simulated("scenarios are drawn for that device, see spec_tests/streams")
+@pytest.mark.not_simulated("scenarios are drawn for that device, see test_races.py")
 @pytest.mark.spec("PAR-01", "PAR-05", "PAR-06", "PAR-07")
 @pytest.mark.api_spec(
     wrapper=["SHARD-03", "SHARD-15", "NOSYNC-02", "NOSYNC-03", "OFF-04"],
     fully_shard=["FS2-06", "FS2-13", "FS2-22", "FS2-PREF-08", "FS2-SYNC-01"],
 )
-@pytest.mark.parametrize("num_ranks", PARTS)
-@pytest.mark.parametrize("api", OF_APIS)
-def test_any_training_run_equals_one_process(api: str, num_ranks: int) -> None:
-    num = max(1, round(EXAMPLES * OF_APIS[api] * PARTS[num_ranks]))
-    failure = hunt(drawn("loops", num, SEED, api, str(num_ranks)))
+@pytest.mark.parametrize("num_ranks", NUM_PROGRAMS)
+@pytest.mark.parametrize("api", ["wrapped", "fully_shard"])
+def test_any_training_loop_equals_one_process(api: str, num_ranks: int) -> None:
+    num = round(NUM_PROGRAMS[num_ranks] * (1.0 if api == "wrapped" else 0.5))
+    failure = failure_of(drawn("loops", num, 0, api, str(num_ranks)))
     if failure is not None:
         pytest.fail(failure, pytrace=False)
 
@@ -77,8 +70,8 @@ NOT_SIMULATED = {"FWD-08": [pytest.mark.not_simulated("list operators do not cha
         for case, (row, _) in FOUND.items()
     ],
 )
-def test_earlier_property_findings_are_fixed(case: str) -> None:
+def test_earlier_findings_are_fixed(case: str) -> None:
     _, line = FOUND[case]
-    failure = hunt([from_json(line)])
+    failure = failure_of([from_json(line)])
     if failure is not None:
         pytest.fail(failure, pytrace=False)

@@ -1,44 +1,33 @@
-"""Hundreds of random scenarios: no races, and results that are equal bit by bit in every sampled schedule.
-
-To run others: ``python -m spec_tools.hunt --only scenarios-fsdp1 --only scenarios-fully_shard --minutes 30``.
-"""
+"""Hundreds of random programs on the simulated device: no races, and equal bits in every sampled schedule."""
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
 
 from spec_tests.harness import rank_among_fake_ranks
+from spec_tests.random_programs import races
 from spec_tests.random_programs.description import from_json
 from spec_tests.random_programs.draw import drawn
-from spec_tests.streams.scenarios import play, report, simplest
+from spec_tests.random_programs.judge import failure_of
 
-NUM_SCHEDULES = 3
-NUM_ON_USERS_STREAM = 6
-NUM_SCENARIOS = {"1": 15, "2": 40, "4": 25, "2x2": 30}
+NUM_PROGRAMS = {"1": 15, "2": 40, "4": 25, "2x2": 30}
+judged = functools.partial(races.judged, num_schedules=3)
 
 
-# Each scenario creates a process group of its own size.
+# Each program creates a process group of its own size.
 @pytest.mark.spec("SIM-06")
-@pytest.mark.parametrize("shape", NUM_SCENARIOS)
-@pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
+@pytest.mark.parametrize("shape", NUM_PROGRAMS)
+@pytest.mark.parametrize("api", ["wrapped", "fully_shard"])
 @rank_among_fake_ranks(1, timeout=300.0)
-def test_any_scenario_ends_without_a_collision_and_with_equal_bits_in_other_schedules(api: str, shape: str) -> None:
-    for scenario in drawn("races", NUM_SCENARIOS[shape], 0, api, shape):
-        if play(scenario, NUM_SCHEDULES).finding is not None:
-            pytest.fail(report(simplest(scenario, NUM_SCHEDULES), NUM_SCHEDULES), pytrace=False)
-
-
-@pytest.mark.spec("SIM-06")
-@pytest.mark.parametrize("shape", NUM_SCENARIOS)
-@pytest.mark.parametrize("api", ["fsdp1", "fully_shard"])
-@rank_among_fake_ranks(1, timeout=300.0)
-def test_scenarios_on_a_stream_of_the_user_end_without_a_collision(api: str, shape: str) -> None:
-    for scenario in drawn("races", NUM_ON_USERS_STREAM, 1, api, shape):
-        scenario = replace(scenario, aside=True)
-        if play(scenario, NUM_SCHEDULES).finding is not None:
-            pytest.fail(report(simplest(scenario, NUM_SCHEDULES), NUM_SCHEDULES), pytrace=False)
+def test_any_program_ends_without_a_race_and_with_equal_bits_in_other_schedules(api: str, shape: str) -> None:
+    programs = drawn("races", NUM_PROGRAMS[shape], 0, api, shape)
+    on_users_stream = [replace(program, aside=True) for program in drawn("races", 6, 1, api, shape)]
+    failure = failure_of([*programs, *on_users_stream], judged)
+    if failure is not None:
+        pytest.fail(failure, pytrace=False)
 
 
 # Findings of earlier searches, simplified; the keys describe the error.
@@ -78,5 +67,6 @@ FOUND = {
 @pytest.mark.spec("SIM-06")
 @pytest.mark.parametrize("case", FOUND)
 @rank_among_fake_ranks(1)
-def test_earlier_scenario_findings_are_fixed(case: str) -> None:
-    assert play(from_json(FOUND[case]), 8).finding is None
+def test_earlier_findings_are_fixed(case: str) -> None:
+    (verdict,) = races.judged([from_json(FOUND[case])])
+    assert verdict.found is None
