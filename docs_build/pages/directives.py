@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from docs_build.drawing import pictures, plots, shardmaps, sketches
+from docs_build.drawing import pictures, shardmaps, sketches
 from docs_build.generator import relative
 from docs_build.pages import (
     badges,
@@ -115,7 +115,6 @@ VERBS: dict[str, Verb] = {
     "failures": lambda _, start: failures.table(),
     "findings": lambda _, start: streams.findings(),
     "follows": lambda rest, _: paste.quoted(rest, is_first=False),
-    "growth": _pictured(plots.growth),
     "launcher": lambda rest, _: paste.quoted(rest, is_first=False),
     "modules": lambda _, start: modulepage.module_list(start),
     "fix": lambda name, _: failures.fix(name),
@@ -124,7 +123,6 @@ VERBS: dict[str, Verb] = {
     "picture": _pictured(_map),
     "problems": lambda name, _: chapters.chapter(name),
     "proof": _proof,
-    "raced": _pictured(plots.raced),
     "says": lambda rest, _: paste.quoted(rest, is_first=True),
     "simulated": _pictured(streams.figure),
     "sketch": _pictured(sketches.draw),

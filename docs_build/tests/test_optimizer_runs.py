@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
+from docs_build.pages import optimizer_runs as pages
+from docs_build.pages.optimizer_runs import verdict
 from docs_build.recording import optimizer_runs, records
 from docs_build.recording.optimizer_runs import CASES, FORMS, NAME
 from spec_tests.harness import ranks
 
-pytestmark = pytest.mark.needs("mkdocs")
-UNSHARDED = ("original, unsharded", "fully_shard, unsharded")
 BY_NAME = {case.name: case for case in CASES}
 
 
 def verdicts(name: str, forms: tuple[str, ...]) -> list[str]:
     """The recorded verdicts of an optimizer."""
-    from docs_build.pages.optimizer_runs import verdict
-
-    of_case: dict[str, Any] = records.load(NAME)["cases"][name]
+    of_case = records.load(NAME)["cases"][name]
     return [verdict(of_case[form]) for form in forms]
 
 
@@ -28,8 +24,6 @@ def verdicts(name: str, forms: tuple[str, ...]) -> list[str]:
 @pytest.mark.parametrize("name", BY_NAME)
 @ranks(2)
 def test_new_training_has_the_recorded_results(name: str) -> None:
-    from docs_build.pages.optimizer_runs import verdict
-
     found, expected = optimizer_runs.compare(BY_NAME[name]), records.load(NAME)["cases"][name]
     assert list(found) == list(expected)
     for form, run in found.items():
@@ -54,7 +48,7 @@ def test_recorded_shards_are_uneven_and_some_are_empty() -> None:
 @pytest.mark.spec("OPTIMIZERS-01", "OPTIMIZERS-02")
 @pytest.mark.parametrize("name", BY_NAME)
 def test_optimizers_are_the_same_on_unsharded_copies_and_element_wise_ones_on_shards(name: str) -> None:
-    assert verdicts(name, UNSHARDED) == ["same"] * 2
+    assert verdicts(name, ("original, unsharded", "fully_shard, unsharded")) == ["same"] * 2
     assert BY_NAME[name].needs != "element" or verdicts(name, FORMS) == ["same"] * 3
 
 
@@ -66,13 +60,10 @@ def test_sam_needs_the_norm_of_all_ranks() -> None:
 
 @pytest.mark.spec("OPTIMIZERS-05")
 def test_tables_and_verdicts_are_made_from_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    from docs_build.pages import optimizer_runs as pages
-
     for deviation, word in {1e-10: "same", 1e-8: "close", 0.04: "close", 0.06: "different"}.items():
-        assert pages.verdict({"deviation": deviation, "error": None}) == word
+        assert verdict({"deviation": deviation, "error": None}) == word
     record = records.load(NAME)
     monkeypatch.setattr(records, "load", lambda name: record)
-    assert "| SGD | same | same | same | same | same |" in pages.deviations()
     record["cases"]["SGD"]["flat"] = {"deviation": 0.25, "error": None, "warned": True}
     record["cases"]["SGD"]["original"] = {"deviation": None, "error": "ValueError: a|b", "warned": False}
     assert "| SGD | different, 25.0%, warning | error | same | same | same |" in pages.deviations()

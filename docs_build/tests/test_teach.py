@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import os
 import re
 import string
 import subprocess
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,6 @@ import pytest
 from docs_build.reading.order import ROOT
 from docs_build.tests.browser import Tab
 from docs_build.tests.figures import typed
-from docs_build.tests.test_print import sheets, squeezed
-from docs_build.tests.test_searching import documents
 from minifsdp_tools.learn.exercises import exercises as learner_exercises
 
 pytest.importorskip("mkdocs", reason="the slides need the documentation's packages")
@@ -45,9 +46,8 @@ def test_lecture_has_short_slides_with_notes(lecture: str) -> None:
     assert 15 <= len(DECKS[lecture]) <= 20
     for slide in DECKS[lecture]:
         text = DIRECTIVE.sub("", slide.text).strip()
-        points = re.findall(r"^\* ", text, re.MULTILINE)
         assert len(DIRECTIVE.findall(slide.text)) <= 1, slide.title
-        assert len(points) <= 4 if points else len(re.findall(r"[.?:](?=\s|$)", text)) <= 2, slide.title
+        assert len(re.findall(r"^\* ", text, re.MULTILINE)) <= 4, slide.title
         assert len(text.split()) <= 70, slide.title
         assert 15 <= len(slide.notes.split()) <= 90, slide.title
         # A question is alone on its slide, and its answer is not on it.
@@ -63,8 +63,6 @@ def test_texts_contain_no_typed_figure() -> None:
         template = re.sub(r"`[^`{]*`", "", " ".join(both))
         texts[name] = "".join(literal for literal, *_ in string.Formatter().parse(template))
     assert {name: figures for name, text in texts.items() if (figures := typed(text))} == {}
-    page = "---\na: 1\n---\n{{ sketch weight | On 4 ranks. }}\n\n[7](x-8.md) `9` three {{ value teach-bytes }}\n"
-    assert typed(prose_of(page)) == ["4", "[7]", "three"]
 
 
 @pytest.mark.spec("TEACH-03")
@@ -80,18 +78,11 @@ def test_parts_of_a_session_take_its_minutes_and_contain_each_slide(lecture: str
         assert all(f"(../lab/{name}.md)" in table for name in part["lab"])
 
 
-@pytest.mark.spec("TEACH-03")
-def test_each_exercise_belongs_to_one_part() -> None:
-    found = [n for lecture in DECKS for part, _, _ in teach.parts_of(lecture) for n in part.get("exercises", [])]
-    assert sorted(found) == list(range(1, len(teach.plan()["exercise"]) + 1))
-
-
 @pytest.mark.spec("TEACH-04")
 def test_lab_has_points_and_questions_for_each_exercise_of_the_package() -> None:
     listed = teach.plan()["exercise"]
     assert [one["name"] for one in listed] == [exercise.name for exercise in learner_exercises()]
     assert sum(one["points"] for one in listed) == teach.plan()["points"] == 100
-    assert "**100**" in teach.points_table().splitlines()[-1]
     assert sorted(name for one in listed for name in one["questions"]) == sorted(teach.lab_questions())
     asked, answered = (teach.lab(with_answers=with_answers) for with_answers in (False, True))
     for question, answer in teach.lab_questions().values():
@@ -118,23 +109,17 @@ def test_commands_of_the_lab_write_the_result_of_each_check(tmp_path: Path) -> N
     assert (tmp_path / "grades.csv").read_text().split() == expected
 
 
+# `test_search.py` checks that the search does not find the page.
 @pytest.mark.spec("TEACH-05")
-def test_answers_contain_each_question_of_the_slides() -> None:
+@of_lecture
+def test_answers_contain_each_question_of_the_slides(lecture: str) -> None:
     page = (FOLDER / "answers.md").read_text(encoding="utf-8")
     assert "This page is public" in page
     assert "{{ lab_answers }}" in page
-    for lecture, deck in DECKS.items():
-        assert f"{{{{ answers {lecture} }}}}" in page
-        names = [slide.question for slide in deck if slide.question]
-        assert len(names) >= 5
-        assert all(part in teach.answers_of(lecture) for name in names for part in exercises.exercise(name))
-
-
-@pytest.mark.spec("TEACH-05")
-def test_search_does_not_find_the_answers(site: Path) -> None:
-    found = {document["location"].partition("#")[0] for document in documents(site)}
-    assert "teach/lab.html" in found
-    assert "teach/answers.html" not in found
+    assert f"{{{{ answers {lecture} }}}}" in page
+    names = [slide.question for slide in DECKS[lecture] if slide.question]
+    assert len(names) >= 5
+    assert all(part in teach.answers_of(lecture) for name in names for part in exercises.exercise(name))
 
 
 # ---- the slides, in a browser ----
@@ -144,13 +129,10 @@ def test_search_does_not_find_the_answers(site: Path) -> None:
 @of_lecture
 def test_page_without_scripts_is_a_document(site: Path, tab: Tab, lecture: str) -> None:
     tab.send("Emulation.setScriptExecutionDisabled", value=True)
-    try:
-        tab.open(f"{site.as_uri()}/teach/{lecture}.html#slide-7")
-        assert tab.each(".slides-start, .slides-bar") == []
-        assert len(tab.each(".slides > .slide")) == len(tab.each(".slide .notes")) == len(DECKS[lecture])
-        assert 0 <= tab.look("document.getElementById('slide-7').getBoundingClientRect().top") < 300
-    finally:
-        tab.send("Emulation.setScriptExecutionDisabled", value=False)
+    tab.open(f"{site.as_uri()}/teach/{lecture}.html")
+    shown = [len(tab.each(selector)) for selector in (".slides-start", ".slides > .slide", ".slide .notes")]
+    tab.send("Emulation.setScriptExecutionDisabled", value=False)
+    assert shown == [0, len(DECKS[lecture]), len(DECKS[lecture])]
 
 
 @pytest.mark.spec("TEACH-07")
@@ -170,14 +152,11 @@ def test_keys_and_buttons_change_the_slide(site: Path, address: str, tab: Tab, p
         assert tab.look("location.hash") == f"#slide-{number}"
         assert tab.each(".slides > .slide", "e.querySelector('h2').id") == [f"slide-{number}"]
     tab.click(".slides-next")
-    tab.click(".slides-next")
-    tab.click(".slides-previous")
     assert tab.text(".slides-position") == f"2 / {total}"
-    for expected in (1, 0):
-        tab.press("n")
-        assert len(tab.each(".slide .notes")) == expected
-    tab.click(".slides-notes")
+    tab.press("n")
     assert len(tab.each(".slide .notes")) == 1
+    tab.click(".slides-notes")
+    assert tab.each(".slide .notes") == []
     tab.press("Escape")
     assert len(tab.each(".slides > .slide")) == total
     assert tab.look("location.hash") == ""
@@ -196,27 +175,24 @@ def test_address_names_the_slide(address: str, tab: Tab) -> None:
 @pytest.mark.spec("TEACH-08")
 @of_lecture
 def test_slides_fit_on_a_phone_and_on_a_projector(address: str, tab: Tab, lecture: str) -> None:
-    try:
-        tab.resize(390, 844)
-        tab.open(f"{address}teach/{lecture}.html#slide-1")
-        buttons = tab.each(".slides-bar button", "[e.offsetWidth, e.offsetHeight]")
-        assert min(size for both in buttons for size in both) >= 40
-        tab.press("n")
-        for slide in DECKS[lecture]:
-            assert max(tab.each(".slide", "e.scrollWidth - e.clientWidth")) <= 0, slide.title
-            assert tab.look("document.documentElement.scrollWidth") <= 390, slide.title
-            tab.press("ArrowRight")
-        tab.resize(1280, 720)
-        tab.open(f"{address}teach/{lecture}.html#slide-1")
-        for slide in DECKS[lecture]:
-            ((too_high, size),) = tab.each(
-                ".slide", "[e.scrollHeight - e.clientHeight, parseFloat(getComputedStyle(e).fontSize)]"
-            )
-            assert too_high <= 0, slide.title
-            assert size >= 16, slide.title
-            tab.press("ArrowRight")
-    finally:
-        tab.resize()
+    tab.resize(390, 844)
+    tab.open(f"{address}teach/{lecture}.html#slide-1")
+    buttons = tab.each(".slides-bar button", "Math.min(e.offsetWidth, e.offsetHeight)")
+    assert min(buttons) >= 40
+    tab.press("n")
+    for slide in DECKS[lecture]:
+        assert max(tab.each(".slide", "e.scrollWidth - e.clientWidth")) <= 0, slide.title
+        tab.press("ArrowRight")
+    tab.resize(1280, 720)
+    tab.open(f"{address}teach/{lecture}.html#slide-1")
+    for slide in DECKS[lecture]:
+        assert tab.each(".slide", "e.scrollHeight - e.clientHeight") == [0], slide.title
+        tab.press("ArrowRight")
+
+
+def squeezed(text: str) -> str:
+    # A PDF can break a line anywhere, and can store a pair of letters as one character.
+    return re.sub(r"\s+", "", unicodedata.normalize("NFKC", text))
 
 
 @pytest.mark.spec("TEACH-09")
@@ -224,10 +200,13 @@ def test_slides_fit_on_a_phone_and_on_a_projector(address: str, tab: Tab, lectur
 @pytest.mark.parametrize("hash_", ["", "#slide-5"])
 @of_lecture
 def test_paper_has_one_slide_with_notes_on_each_sheet(site: Path, tab: Tab, lecture: str, hash_: str) -> None:
+    from pypdf import PdfReader
+
     tab.open(f"{site.as_uri()}/teach/{lecture}.html{hash_}")
-    first, *pages = sheets(tab)
+    data = tab.send("Page.printToPDF", preferCSSPageSize=True, paperWidth=210 / 25.4, paperHeight=297 / 25.4)["data"]
+    first, *sheets = [squeezed(page.extract_text()) for page in PdfReader(io.BytesIO(base64.b64decode(data))).pages]
     assert squeezed("Slides for the") in first
-    for slide, page in zip(DECKS[lecture], pages, strict=True):
-        assert page.startswith(squeezed(slide.title)), slide.title
+    for slide, sheet in zip(DECKS[lecture], sheets, strict=True):
+        assert sheet.startswith(squeezed(slide.title)), slide.title
         # The first words of the notes come before a link or a value.
-        assert squeezed(re.split(r"[\[`{*]", slide.notes)[0])[:30] in page[len(slide.title) :]
+        assert squeezed(re.split(r"[\[`{*]", slide.notes)[0])[:30] in sheet[len(slide.title) :]
