@@ -1,6 +1,5 @@
 """Figures of the learning pages: panels in as many columns as fit on the page. ``sketches.svg.jinja`` draws them."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
