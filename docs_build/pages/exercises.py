@@ -1,10 +1,14 @@
-"""The exercises of the learning pages: questions and answers from ``exercises.md``, with computed values."""
+"""The exercises of the learning pages: questions and answers from ``exercises.md``, with computed values.
+
+The slides of the lectures show some of the questions, and a page for teachers has their answers.
+"""
 
 import re
 from functools import cache
 from pathlib import Path
 
 from docs_build.pages import answers
+from docs_build.pages.slides import slides_of
 
 ENTRY = re.compile(r"^## (\w+)\n\n(.+?)\n\nAnswer:\n\n(.+?)\n(?=\n## |\Z)", re.MULTILINE | re.DOTALL)
 
@@ -24,3 +28,15 @@ def exercise(name: str) -> tuple[str, str]:
     """
     question, answer = texts()[name]
     return question, " ".join(answer.format_map(getattr(answers, name)()).split())
+
+
+def answers_of(lecture: str) -> str:
+    """The questions on the slides of a lecture, with their answers."""
+    lines = []
+    for slide in slides_of(lecture):
+        if slide.question:
+            asked, answer = exercise(slide.question)
+            title = slide.title.removeprefix("Question: ")
+            lines += [f"### [Slide {slide.number}]({lecture}.md#slide-{slide.number}): {title}", "", asked, ""]
+            lines += [f"**Answer.** {answer}", ""]
+    return "\n".join(lines)

@@ -5,36 +5,14 @@ from importlib import import_module
 
 from docs_build.drawing.pictures import events_of
 from docs_build.pages import evidence, modulepage
-from docs_build.reading.papers import hybrid_cross_host, hybrid_cross_host_as_printed, zero_bytes
+from docs_build.reading.papers import zero_bytes
 from docs_build.reading.text import table
-from minifsdp_tools import formulas
 from minifsdp_tools.events import peak_gathered_bytes
-
-
-def zero_table() -> str:
-    """Table 1 of the ZeRO paper, recomputed."""
-
-    def cell(billions: float, ranks: int) -> str:
-        numbers = zero_gigabytes(billions, ranks)
-        return " / ".join(f"{number:,.0f}" if number >= 1000 else f"{number:.3g}" for number in numbers)
-
-    rows = [[ranks, *(cell(size, ranks) for size in (7.5, 128, 1000))] for ranks in (1, 4, 16, 64, 256, 1024)]
-    return table(["ranks", "7.5 B", "128 B", "1 T"], rows)
 
 
 def zero_gigabytes(billions: float, ranks: int) -> tuple[float, ...]:
     """Bytes of stored state in GB: optimizer state sharded, gradients too, parameters too (16-bit, Adam with K=12)."""
     return tuple(zero_bytes(billions, ranks, stage) for stage in (1, 2, 3))
-
-
-def traffic_table() -> str:
-    """The FSDP paper's bytes across hosts, and the counted bytes of the hybrid."""
-    rows = []
-    for world, per_host in [(16, 8), (64, 8), (512, 8)]:
-        sent = [formulas.ring_all_reduce_sends(1, world), 3 * formulas.ring_sends(1, world)]
-        sent += [made(1, world, per_host) for made in (hybrid_cross_host_as_printed, hybrid_cross_host)]
-        rows.append([f"{world}, {per_host} on a host", *(f"{number:.4g}" for number in sent)])
-    return table(["GPUs", "full replication", "full sharding", "hybrid, as printed", "hybrid, counted"], rows)
 
 
 def _megabytes(num_bytes: float) -> str:

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from docs_build.reading.order import ROOT
 from docs_build.recording import parameter_states, records
 from docs_build.recording.parameter_states import FORMS, IN_BACKWARD, IN_FORWARD, NAME, SETTINGS, Setting
 from spec_tests.harness import ranks
 
+PAGE = (ROOT / "docs" / "parameter-states.md").read_text(encoding="utf-8")
 COMPUTING = (IN_FORWARD, IN_BACKWARD)
 AVAILABLE = ("inside `summon_full_params()`", "after `unshard()`")
 NO_GRAD = "after a forward in `torch.no_grad()`"
@@ -104,19 +106,12 @@ def test_unsharded_memory_is_allocated_only_while_it_is_needed(form: str) -> Non
 
 
 @pytest.mark.spec("STATE-06")
-def test_tables_are_made_from_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    from docs_build.pages import parameter_states as pages
-
-    record = records.load(NAME)
-    monkeypatch.setattr(records, "load", lambda name: record)
-    row = "| after sharding | DTensor | `(3, 4)` | `(2, 4)` / `(1, 4)` | float32 | `None` | as `p` | yes | no |"
-    assert row in pages.states("fully_shard").splitlines()
-    changed = record["settings"][Setting("fully_shard", False).key][1]["moments"]["after backward"]
-    changed["parameter"] = "Tensor; (7,); (5,); int8"
-    *_, differing = pages.differences("fully_shard").splitlines()
-    cells = "| DTensor / Tensor | `(3, 4)` / `(7,)` | `(2, 4)` / `(5,)` | float32 / int8 |"
-    assert differing.startswith(f"| after backward {cells}")
-    record["settings"][Setting("original", True).key][0]["moments"]["after forward"]["allocated"] = []
-    assert "| after forward | root or none | none |" in pages.memory()
-    record["settings"][Setting("flat", False).key] = record["settings"][Setting("flat", True).key]
-    assert pages.differences("flat") == "No row differs."
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
+def test_page_has_a_row_for_each_recorded_moment(setting: Setting) -> None:
+    ranks_of_setting = records.load(NAME)["settings"][setting.key]
+    for moment in ranks_of_setting[0]["moments"].keys() - {"before sharding"}:
+        # A cell has the values of both ranks if they differ.
+        seen = [of_rank["moments"][moment]["parameter"].split("; ") for of_rank in ranks_of_setting]
+        kind, shape, local, dtype = (list(dict.fromkeys(values)) for values in zip(*seen, strict=True))
+        shapes = [" / ".join(f"`{value}`" for value in values) for values in (shape, local)]
+        assert f"| {moment} | {' / '.join(kind)} | {' | '.join(shapes)} | {' / '.join(dtype)} |" in PAGE

@@ -5,20 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch import nn
 
 from docs_build.drawing import pictures
-from docs_build.reading.order import ROOT
 from docs_build.recording import recordings
 from docs_build.tests.browser import Tab
-from minifsdp import fully_shard
 from minifsdp_tools import timeline
-from spec_tests.harness import ranks
 
 PAGE = "tools/player.html"
 CLOCK = "document.querySelector('.player-clock').textContent"
@@ -71,15 +64,6 @@ def test_every_choice_has_a_recording(address: str, tab: Tab) -> None:
         tab.choose(f"#player-{name}", value)
         tab.wait_for(f"{STATUS}.includes('moments')")
         assert tab.look(f"document.getElementById('player-{name}').value") == value
-    assert tab.problems() == []
-
-
-def test_the_address_keeps_run_and_moment(address: str, tab: Tab) -> None:
-    at(tab, address, "#fsdp1-full-pre-block-2/30")
-    assert tab.look("document.getElementById('player-api').value") == "fsdp1"
-    tab.press("ArrowRight")
-    tab.wait_for("location.hash.endsWith('-2/31')")
-    at(tab, address, f"#{KEY}+nonsense/999999")
     assert tab.problems() == []
 
 
@@ -170,15 +154,3 @@ def test_wrong_file_shows_error_and_changes_nothing(address: str, tab: Tab, text
     assert tab.look(STATUS).startswith(WRONG[text])
     assert moment(tab)[0] == 5
     assert tab.problems() == []
-
-
-@ranks(2)
-def test_example_code_on_the_page_writes_a_trace_file(tmp_path: Path) -> None:
-    page = (ROOT / "docs" / PAGE.replace("html", "md")).read_text(encoding="utf-8")
-    code = page.partition("```python\n")[2].partition("```")[0].replace('"steps.json"', repr(str(tmp_path / "s.json")))
-    model = fully_shard(nn.Linear(4, 4))
-    names: dict[str, Any] = {"train_step": lambda: model(torch.ones(2, 4)).sum().backward()}
-    exec(code, names)
-    if dist.get_rank() == 0:
-        events = json.loads((tmp_path / "s.json").read_text())["traceEvents"]
-        assert {(e["cat"], e["pid"]) for e in events if "cat" in e} >= {("AG", 0), ("AG", 1), ("RS", 0), ("RS", 1)}

@@ -81,15 +81,3 @@ def test_address_of_a_line_shows_the_line_even_if_it_is_folded(site: Path, tab: 
     tab.open((site / "read/engine/unit.html").as_uri() + f"#L{line}")
     tab.wait_for(in_sight(line))
     assert tab.problems() == []
-
-
-def test_arrow_keys_move_between_lines_and_tab_key_leaves_them(site: Path, tab: Tab) -> None:
-    tab.open((site / "read/engine/unit.html").as_uri())
-    first, second = tab.each("a[data-n]", "e.id")[:2]
-    tab.focus(f"#{first}")
-    tab.press("ArrowDown")
-    assert tab.look("document.activeElement.id") == second
-    tab.press("ArrowUp")
-    assert tab.look("document.activeElement.id") == first
-    tab.press("Tab")
-    assert not tab.look("document.activeElement.matches('a[data-n]')")

@@ -6,35 +6,23 @@ import base64
 import io
 import os
 import re
-import string
 import subprocess
 import unicodedata
 from pathlib import Path
 
 import pytest
 
+from docs_build.pages.exercises import answers_of, exercise
+from docs_build.pages.slides import LECTURES, slides_of
 from docs_build.reading.order import ROOT
 from docs_build.tests.browser import Tab
-from docs_build.tests.figures import typed
-from minifsdp_tools.learn.exercises import exercises as learner_exercises
-
-pytest.importorskip("mkdocs", reason="the slides need the documentation's packages")
-
-from docs_build.pages import exercises, slides, teach
+from minifsdp_tools.learn.exercises import exercises
 
 FOLDER = ROOT / "docs" / "teach"
-DECKS = {lecture: slides.slides_of(lecture) for lecture in slides.LECTURES}
+PLAN, LAB, ANSWERS = ((FOLDER / f"{name}.md").read_text(encoding="utf-8") for name in ("index", "lab", "answers"))
+DECKS = {lecture: slides_of(lecture) for lecture in LECTURES}
 DIRECTIVE = re.compile(r"^\{\{ (\w+) ?(.*?) \}\}$", re.MULTILINE)
-of_lecture = pytest.mark.parametrize("lecture", slides.LECTURES)
-
-
-def prose_of(page: str) -> str:
-    """The text of a page without its front matter, code, addresses and directives; captions remain."""
-    _, _, text = page.removeprefix("---\n").partition("\n---\n")
-    text = re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
-    text = DIRECTIVE.sub(lambda found: found[2].partition(" | ")[2], text)
-    text = re.sub(r"\{\{ value [\w-]+ \}\}|`[^`]*`|<[^>]*>", "", text)
-    return re.sub(r"\]\([^)]*\)", "]", text)
+of_lecture = pytest.mark.parametrize("lecture", LECTURES)
 
 
 # ---- the texts ----
@@ -54,47 +42,39 @@ def test_lecture_has_short_slides_with_notes(lecture: str) -> None:
         assert not slide.question or not text
 
 
-@pytest.mark.spec("TEACH-02")
-def test_texts_contain_no_typed_figure() -> None:
-    texts = {path.name: prose_of(path.read_text(encoding="utf-8")) for path in FOLDER.glob("*.md")}
-    entries = exercises.ENTRY.findall((ROOT / "docs_build" / "pages" / "teach.md").read_text(encoding="utf-8"))
-    assert len(entries) == len(teach.lab_questions())
-    for name, *both in entries:
-        template = re.sub(r"`[^`{]*`", "", " ".join(both))
-        texts[name] = "".join(literal for literal, *_ in string.Formatter().parse(template))
-    assert {name: figures for name, text in texts.items() if (figures := typed(text))} == {}
-
-
 @pytest.mark.spec("TEACH-03")
 @of_lecture
 def test_parts_of_a_session_take_its_minutes_and_contain_each_slide(lecture: str) -> None:
-    parts, table = teach.parts_of(lecture), teach.session_table(lecture)
-    assert sum(part["minutes"] for part, _, _ in parts) == teach.plan()["minutes"] == 90
-    assert [slide for _, shown, _ in parts for slide in shown] == list(DECKS[lecture])
-    for slide in DECKS[lecture]:
-        assert not slide.question or slide.title.removeprefix("Question: ") in table
-    for part, shown, _ in parts:
-        assert f"{lecture}.md#slide-{shown[0].number}" in table
-        assert all(f"(../lab/{name}.md)" in table for name in part["lab"])
+    rows = [line for line in PLAN.splitlines() if f"]({lecture}.md#slide-" in line and line.startswith("| ")]
+    assert sum(int(minutes) for row in rows for minutes in re.findall(r"\| (\d+)<br>", row)) == 90
+    # The first and the last slide of each part.
+    parts = [[int(number) for number in re.findall(r"#slide-(\d+)", row)] for row in rows]
+    shown = [number for part in parts for number in range(part[0], part[-1] + 1)]
+    assert shown == [slide.number for slide in DECKS[lecture]]
+    for row, part in zip(rows, parts, strict=True):
+        asked = [slide.title for slide in DECKS[lecture][part[0] - 1 : part[-1]] if slide.question]
+        assert all(title.removeprefix("Question: ") in row for title in asked), row
+    assert any("(../lab/" in row for row in rows)
 
 
 @pytest.mark.spec("TEACH-04")
 def test_lab_has_points_and_questions_for_each_exercise_of_the_package() -> None:
-    listed = teach.plan()["exercise"]
-    assert [one["name"] for one in listed] == [exercise.name for exercise in learner_exercises()]
-    assert sum(one["points"] for one in listed) == teach.plan()["points"] == 100
-    assert sorted(name for one in listed for name in one["questions"]) == sorted(teach.lab_questions())
-    asked, answered = (teach.lab(with_answers=with_answers) for with_answers in (False, True))
-    for question, answer in teach.lab_questions().values():
-        assert question in asked
-        assert answer in answered
-        assert answer not in asked
+    rows = re.findall(r"^\| \d+ \| .* \| `(\w+)` \| .* \| (\d+) \|$", LAB, re.MULTILINE)
+    assert [name for name, _ in rows] == [exercise.name for exercise in exercises()]
+    assert sum(int(points) for _, points in rows) == 100
+    asked, answered = (text.partition("### Exercise 1:")[2].split("### Exercise") for text in (LAB, ANSWERS))
+    assert len(asked) == len(answered) == len(rows)
+    for questions, both in zip(asked, answered, strict=True):
+        numbered = re.findall(r"^\d+\. (.*)$", questions, re.MULTILINE)
+        assert numbered
+        assert numbered == re.findall(r"^\d+\. (.*)$", both, re.MULTILINE)
+        assert both.count("**Answer.**") == len(numbered)
+        assert "**Answer.**" not in questions
 
 
 @pytest.mark.spec("TEACH-04")
 def test_commands_of_the_lab_write_the_result_of_each_check(tmp_path: Path) -> None:
-    page = (FOLDER / "lab.md").read_text(encoding="utf-8")
-    commands = next(block for block in re.findall(r"```bash\n(.*?)```", page, re.DOTALL) if "grades.csv" in block)
+    commands = next(block for block in re.findall(r"```bash\n(.*?)```", LAB, re.DOTALL) if "grades.csv" in block)
     # Replaces Python: the result of a check is the number in the student's file.
     (tmp_path / "python").write_text('#!/bin/sh\necho "check $4"; exit "$(cat "$6/result")"\n')
     (tmp_path / "python").chmod(0o755)
@@ -102,7 +82,7 @@ def test_commands_of_the_lab_write_the_result_of_each_check(tmp_path: Path) -> N
     for name, result in results.items():
         (tmp_path / "handed-in" / name).mkdir(parents=True)
         (tmp_path / "handed-in" / name / "result").write_text(str(result))
-    command = commands.replace("{{ value teach-num-exercises }}", "2")
+    command = commands.replace("$(seq 10)", "1 2")
     path = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
     subprocess.run(["bash", "-c", command], cwd=tmp_path, env=path, check=True, timeout=60)
     expected = [f"{name},{number},{result}" for name, result in results.items() for number in (1, 2)]
@@ -113,13 +93,11 @@ def test_commands_of_the_lab_write_the_result_of_each_check(tmp_path: Path) -> N
 @pytest.mark.spec("TEACH-05")
 @of_lecture
 def test_answers_contain_each_question_of_the_slides(lecture: str) -> None:
-    page = (FOLDER / "answers.md").read_text(encoding="utf-8")
-    assert "This page is public" in page
-    assert "{{ lab_answers }}" in page
-    assert f"{{{{ answers {lecture} }}}}" in page
+    assert "This page is public" in ANSWERS
+    assert f"{{{{ answers {lecture} }}}}" in ANSWERS
     names = [slide.question for slide in DECKS[lecture] if slide.question]
     assert len(names) >= 5
-    assert all(part in teach.answers_of(lecture) for name in names for part in exercises.exercise(name))
+    assert all(part in answers_of(lecture) for name in names for part in exercise(name))
 
 
 # ---- the slides, in a browser ----

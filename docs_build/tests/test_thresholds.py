@@ -85,12 +85,6 @@ def test_the_tokens_are_those_of_the_formulas() -> None:
     assert len(table) == 5
 
 
-def test_hybrid_sends_the_traffic_that_the_page_states() -> None:
-    ratios = {n: model_crossings("FULL_SHARD", n)[1] / model_crossings("HYBRID_SHARD", n)[1] for n in (2, 4, 16)}
-    assert {n: f"{ratio:.1f}" for n, ratio in ratios.items()} == {2: "2.8", 4: "1.9", 16: "1.6"}
-    assert "by 2.8 with two machines, by 1.9\nwith four, and by 1.6 with sixteen" in PAGE
-
-
 def test_snippet_that_replaces_the_names_of_torch_works() -> None:
     """A module that imports torch's names afterwards trains with this package."""
     page = (ROOT / "docs" / "job-fails.md").read_text(encoding="utf-8")
