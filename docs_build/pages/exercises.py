@@ -1,4 +1,4 @@
-"""The exercises of the learning pages: questions and answers from ``exercises.md``, with computed values.
+"""The exercises of the learning pages: questions and answers from ``exercises.md``.
 
 The slides of the lectures show some of the questions, and a page for teachers has their answers.
 """
@@ -7,7 +7,6 @@ import re
 from functools import cache
 from pathlib import Path
 
-from docs_build.pages import answers
 from docs_build.pages.slides import slides_of
 
 ENTRY = re.compile(r"^## (\w+)\n\n(.+?)\n\nAnswer:\n\n(.+?)\n(?=\n## |\Z)", re.MULTILINE | re.DOTALL)
@@ -15,19 +14,9 @@ ENTRY = re.compile(r"^## (\w+)\n\n(.+?)\n\nAnswer:\n\n(.+?)\n(?=\n## |\Z)", re.M
 
 @cache
 def texts() -> dict[str, tuple[str, str]]:
-    """Question and answer by name."""
+    """Question and answer by name, both Markdown."""
     text = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
-    return {name: (question, answer) for name, question, answer in ENTRY.findall(text)}
-
-
-def exercise(name: str) -> tuple[str, str]:
-    """Question and answer, both Markdown.
-
-    Raises:
-        KeyError: there is no exercise with that name, or a value of its answer is missing.
-    """
-    question, answer = texts()[name]
-    return question, " ".join(answer.format_map(getattr(answers, name)()).split())
+    return {name: (question, " ".join(answer.split())) for name, question, answer in ENTRY.findall(text)}
 
 
 def answers_of(lecture: str) -> str:
@@ -35,7 +24,7 @@ def answers_of(lecture: str) -> str:
     lines = []
     for slide in slides_of(lecture):
         if slide.question:
-            asked, answer = exercise(slide.question)
+            asked, answer = texts()[slide.question]
             title = slide.title.removeprefix("Question: ")
             lines += [f"### [Slide {slide.number}]({lecture}.md#slide-{slide.number}): {title}", "", asked, ""]
             lines += [f"**Answer.** {answer}", ""]

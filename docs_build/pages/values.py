@@ -5,14 +5,8 @@ from importlib import import_module
 
 from docs_build.drawing.pictures import events_of
 from docs_build.pages import evidence, modulepage
-from docs_build.reading.papers import zero_bytes
 from docs_build.reading.text import table
 from minifsdp_tools.events import peak_gathered_bytes
-
-
-def zero_gigabytes(billions: float, ranks: int) -> tuple[float, ...]:
-    """Bytes of stored state in GB: optimizer state sharded, gradients too, parameters too (16-bit, Adam with K=12)."""
-    return tuple(zero_bytes(billions, ranks, stage) for stage in (1, 2, 3))
 
 
 def _megabytes(num_bytes: float) -> str:

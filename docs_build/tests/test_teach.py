@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from docs_build.pages.exercises import answers_of, exercise
+from docs_build.pages.exercises import answers_of, texts
 from docs_build.pages.slides import LECTURES, slides_of
 from docs_build.reading.order import ROOT
 from docs_build.tests.browser import Tab
@@ -97,7 +97,7 @@ def test_answers_contain_each_question_of_the_slides(lecture: str) -> None:
     assert f"{{{{ answers {lecture} }}}}" in ANSWERS
     names = [slide.question for slide in DECKS[lecture] if slide.question]
     assert len(names) >= 5
-    assert all(part in answers_of(lecture) for name in names for part in exercise(name))
+    assert all(part in answers_of(lecture) for name in names for part in texts()[name])
 
 
 # ---- the slides, in a browser ----
