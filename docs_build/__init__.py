@@ -10,10 +10,11 @@ which is replaced while the site is built::
     {{ proof SHARD-04 PREF-02 }}               requirements, their tests, and the last results of the tests
     {{ sketch holdings | A caption. }}         a drawing of a learning page, with computed numbers
     {{ asset timeline | A caption. }}          a picture from the repository
-    {{ table zero }}, {{ value num-mutants }}  a table and a number of ``pages/values.py``
+    {{ table measured.large }}                 a table, by the module in ``pages`` and the function that makes it
+    {{ value num-mutants }}                    a number of ``pages/values.py``
     {{ wrong shared_streams }}                 a case in which torch is wrong, and its program
     {{ failure slow_rank }}                    a script of the failure lab, and its output
-    {{ exercise zero_stage_3 }}                a question, and a computed answer
+    {{ exercise zero_stage_3 }}                a question, and its answer
 
 ``pages/directives.py`` contains all directives. These are the folders, from the lowest import layer to the highest; a
 module does not import modules of a higher layer:
@@ -21,7 +22,7 @@ module does not import modules of a higher layer:
 ``reading``      the source of the package: the reading order, modules as rows of prose and code, notes, messages,
                  docstrings as HTML, the tests that fail when a line is broken
 ``recording``    runs small trainings, tutorials and the failure lab, and reads the records of these and of the tests
-``drawing``      timelines, plots, and the drawings of the learning pages
+``drawing``      timelines, and the drawings of the learning pages
 ``pages``        pages and parts of pages
 
 ``generator`` is the interface to the site generator, ``templates`` loads the templates (``*.jinja``) of pictures and

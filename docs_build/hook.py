@@ -142,7 +142,8 @@ def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
         rows = {row: relative(f"spec.html#{row}", start) for row in results.all_rows()}
         html = markup.link_words(html, results.ROW_ID, rows.get)
     html = markup.link_words(html, _MODULE_PATH, lambda word: _module_address(word, start))
-    return searching.leave_out(html) + _scripts(html, start, config.extra["scripts"])
+    # The search must not contain the words in pictures.
+    return html.replace("<svg ", "<svg data-search-exclude ") + _scripts(html, start, config.extra["scripts"])
 
 
 def _scripts(html: str, start: str, known: dict[str, list[str]]) -> str:

@@ -8,7 +8,7 @@ two averages. Worked example, 1 billion parameters on 4 ranks, the second stage:
     optimizer     a quarter  2 GB     each rank holds 7 GB
 """
 
-from docs_build.drawing.sketch import Panel, bar, box, figure, label, legend, size_of
+from docs_build.drawing.sketch import Panel, figure, size_of
 from docs_build.reading.papers import model_states
 
 NUM_PARAMETERS = 10**9
@@ -41,41 +41,25 @@ def bytes_held(stage: int, num_ranks: int) -> dict[str, float]:
 
 def draw_holdings(caption: str) -> str:
     """Four ranks under each stage: the outline of the full memory, and the shard on each rank."""
-    return figure([_holding(stage, 4) for stage in range(len(STAGES))], caption, SOURCE, legend(LEGEND))
+    return figure("holding", [_holding(stage, 4) for stage in range(len(STAGES))], caption, SOURCE, LEGEND)
 
 
 def _holding(stage: int, num_ranks: int) -> Panel:
-    left, whole, gap, parts = 8, 72, 6, []
-    for rank in range(num_ranks):
-        x, y = left + rank * (whole + gap), 24.0
-        parts.append(label(f"rank {rank}", x + whole / 2, 16, "mid soft"))
-        for kind, _, width in KINDS:
-            height = 5 * width
-            parts.append(box(x, y, whole, height))
-            # A shard is drawn at its position in the outline, so the shards of all ranks together fill it.
-            part = whole / num_ranks if is_cut(kind, stage) else whole
-            parts.append(bar(kind, x + (rank * part if is_cut(kind, stage) else 0), y, part, height))
-            y += height + 3
+    kinds = [(kind, width, is_cut(kind, stage)) for kind, _, width in KINDS]
     held = sum(bytes_held(stage, num_ranks).values())
     also = f" In minifsdp: {IN_TORCH[stage]}." if stage in IN_TORCH else ""
     text = f"Each rank stores {size_of(held)}; all {num_ranks} together store {size_of(num_ranks * held)}.{also}"
-    return Panel(STAGES[stage], parts, left + num_ranks * (whole + gap), y + 2, text)
+    height = 26 + sum(5 * width + 3 for _, width, _ in kinds)
+    return Panel(STAGES[stage], {"kinds": kinds, "num_ranks": num_ranks}, 8 + 78 * num_ranks, height, text)
 
 
 def draw_bars(caption: str) -> str:
     """The memory of one rank under each stage, on few ranks and on many."""
-    return figure([_bars(num_ranks) for num_ranks in (4, 64)], caption, SOURCE, legend(LEGEND))
+    return figure("stages", [_bars(num_ranks) for num_ranks in (4, 64)], caption, SOURCE, LEGEND)
 
 
 def _bars(num_ranks: int) -> Panel:
-    left, room, parts = 56, 200, []
-    largest = sum(bytes_held(0, num_ranks).values())
-    for stage, name in enumerate(SHORT):
-        x, y = float(left), 8 + 30 * stage
-        parts.append(label(name, left - 6, y + 15, "end"))
-        for kind, held in bytes_held(stage, num_ranks).items():
-            width = room * held / largest
-            parts.append(bar(kind, x, y, width, 20))
-            x += width
-        parts.append(label(size_of(sum(bytes_held(stage, num_ranks).values())), x + 6, y + 15))
-    return Panel(f"Each of {num_ranks} ranks stores", parts, left + room + 64, 8 + 30 * len(SHORT))
+    held = [bytes_held(stage, num_ranks) for stage in range(len(SHORT))]
+    sums = [sum(by_kind.values()) for by_kind in held]
+    rows = list(zip(SHORT, held, map(size_of, sums), strict=True))
+    return Panel(f"Each of {num_ranks} ranks stores", {"rows": rows, "most": sums[0]}, 320, 8 + 30 * len(SHORT))

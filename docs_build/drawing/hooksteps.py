@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from docs_build.drawing.sketch import Panel, bar, box, figure, label, size_of
+from docs_build.drawing.sketch import Panel, figure, size_of
 from docs_build.recording import recordings
 
 RUN, UNIT = "fsdp1-full-off-block-2", "stage1.block2"
@@ -33,7 +33,6 @@ WORDS = {
     ("RS", True): "the reduce-scatter of {unit} is issued ({size})",
     ("RS", False): "the reduce-scatter of {unit} is complete",
 }
-LEFT, TOP, WHOLE, HEIGHT = 84, 24, 92, 20
 
 
 class Step:
@@ -77,12 +76,12 @@ def _while(hook: str, moments: list[Any]) -> range:
 
 def _draw(hook: str, caption: str) -> str:
     words = "; ".join(_said(*one) for one in Step(hook).happened)
-    return figure([_panel(hook, f"Recorded: {words}. {_held(hook)}.")], caption, _source())
+    return figure("hook", [_panel(hook, f"Recorded: {words}. {_held(hook)}.", 92)], caption, _source())
 
 
 def storyboard(caption: str) -> str:
     """All five steps in one figure."""
-    return figure([_panel(hook, f"{_held(hook)}.", full=56) for hook in TITLES], caption, _source())
+    return figure("hook", [_panel(hook, f"{_held(hook)}.", 56) for hook in TITLES], caption, _source())
 
 
 def _source() -> str:
@@ -104,21 +103,14 @@ def _held(hook: str) -> str:
     return held
 
 
-def _panel(hook: str, text: str, full: float = WHOLE) -> Panel:
+def _panel(hook: str, text: str, full: float) -> Panel:
     """The parameters and the gradient of both ranks; ``full`` is the width of an unsharded one."""
     step = Step(hook)
-    # The shares of the parameters and of the gradient that a rank has.
-    shares = {"parameters": 1.0 if step.is_whole else 0.5, "gradient": 1.0 if step.is_reducing else 0.5}
-    parts = [label(f"rank {rank}", LEFT + rank * (full + 12) + full / 2, 16, "mid soft") for rank in range(2)]
-    for row, (name, share) in enumerate(shares.items()):
-        y = TOP + row * (HEIGHT + 10)
-        parts.append(label(name, LEFT - 8, y + 15, "end"))
-        for rank in range(2):
-            x = LEFT + rank * (full + 12)
-            parts.append(box(x, y, full, HEIGHT))
-            if name == "parameters" or step.is_reducing or step.gradient:
-                parts.append(bar(name[0], x + rank * full * (1 - share), y, full * share, HEIGHT))
-    return Panel(TITLES[hook], parts, LEFT + 2 * (full + 12), TOP + 2 * (HEIGHT + 10), text)
+    rows = [
+        ("parameters", 1.0 if step.is_whole else 0.5, True),
+        ("gradient", 1.0 if step.is_reducing else 0.5, step.is_reducing or step.gradient),
+    ]
+    return Panel(TITLES[hook], {"rows": rows, "full": full}, 84 + 2 * (full + 12), 84, text)
 
 
 def _said(kind: str, unit: str, begins: bool, num_bytes: int) -> str:

@@ -14,7 +14,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from docs_build.drawing.sketch import Panel, bar, box, figure, label, size_of
+from docs_build.drawing.sketch import Panel, figure, size_of
 from minifsdp_tools.cost import cost_of, sent_bytes
 from minifsdp_tools.job import Job
 from minifsdp_tools.links import sent_by_link
@@ -22,9 +22,8 @@ from minifsdp_tools.links import sent_by_link
 Link = tuple[int, int]
 NUM_PARAMETERS, NUM_RANKS, PER_MACHINE = 10**9, 4, 2
 STRATEGIES = ["FULL_SHARD", "HYBRID_SHARD", "_HYBRID_SHARD_ZERO2", "NO_SHARD"]
-# Ranks 0 and 1 are on the left, 2 and 3 on the right.
-PLACES = [(70, 50), (70, 120), (210, 50), (210, 120)]
-RADIUS, THICKEST, BAR = 13, 14, 150
+# The largest width of a link and of a bar.
+THICKEST, BAR = 14, 150
 SOURCE = "Computed by minifsdp_tools.links for 1 billion parameters, Adam and float32, while this page was built."
 
 # A line of the tutorial's table: FULL_SHARD  25,056  451,008  451,008  0.24721   0>1:225,504 1>2:225,504
@@ -105,25 +104,19 @@ def _figure(found: list[Sent], caption: str, source: str) -> str:
     """All panels in one figure, with one scale."""
     most = max(max(_both_ways(one.links).values()) for one in found)
     widest = max(max(one.within, one.between) for one in found)
-    return figure([_panel(one, most, widest) for one in found], caption, source)
+    return figure("machines", [_panel(one, most, widest) for one in found], caption, source)
 
 
 def _panel(sent: Sent, most: float, widest: float) -> Panel:
-    parts = [box(30, 22, 80, 130), box(170, 22, 80, 130)]
-    parts += [label("machine 0", 70, 15, "mid soft"), label("machine 1", 210, 15, "mid soft")]
-    parts += [_link(link, THICKEST * num_bytes / most) for link, num_bytes in _both_ways(sent.links).items()]
-    for rank, (x, y) in enumerate(PLACES):
-        parts.append(f'<circle class="rank" cx="{x}" cy="{y}" r="{RADIUS}"/>{label(str(rank), x, y + 4, "mid")}')
-    for y, name, kind, num_bytes in ((166, "within", "p", sent.within), (188, "between", "g", sent.between)):
-        parts.append(label(name, 52, y + 12, "end"))
-        width = BAR * num_bytes / widest
-        if width:
-            parts.append(bar(kind, 58, y, width, 16))
-        parts.append(label(size_of(num_bytes), 64 + width, y + 12))
-    text = (
-        f"For each rank and step: {size_of(sent.within)} within its machine, {size_of(sent.between)} between machines."
-    )
-    return Panel(sent.strategy, parts, 280, 210, f"{text} Between steps a rank stores {size_of(sent.stored)}.")
+    lines = {link: THICKEST * num_bytes / most for link, num_bytes in _both_ways(sent.links).items()}
+    within, between = size_of(sent.within), size_of(sent.between)
+    bars = [
+        ("within", "p", BAR * sent.within / widest, within),
+        ("between", "g", BAR * sent.between / widest, between),
+    ]
+    text = f"For each rank and step: {within} within its machine, {between} between machines."
+    text += f" Between steps a rank stores {size_of(sent.stored)}."
+    return Panel(sent.strategy, {"lines": lines, "bars": bars}, 280, 210, text)
 
 
 def _both_ways(found: Counter[Link]) -> Counter[Link]:
@@ -132,9 +125,3 @@ def _both_ways(found: Counter[Link]) -> Counter[Link]:
     for (a, b), num_bytes in found.items():
         together[min(a, b), max(a, b)] += num_bytes
     return together
-
-
-def _link(link: Link, width: float) -> str:
-    (x1, y1), (x2, y2) = (PLACES[rank] for rank in link)
-    kind = "within" if link[0] // PER_MACHINE == link[1] // PER_MACHINE else "between"
-    return f'<line class="link {kind}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke-width="{width:.2f}"/>'

@@ -14,7 +14,7 @@ reached its place in the order of the step.
 from dataclasses import dataclass
 from functools import cache
 
-from docs_build.drawing.sketch import Panel, figure, label, legend, size_of
+from docs_build.drawing.sketch import Panel, figure, size_of
 from minifsdp_tools.events import gathered_bytes
 from minifsdp_tools.simulate.machine import CARDS, Network
 from minifsdp_tools.simulate.recording import record
@@ -29,7 +29,7 @@ SOURCE = (
     "Simulated by minifsdp_tools.simulate when this page was built: Llama 3 8B, bfloat16, AdamW, 8 ranks of an A100 "
     "each, one sequence of 4096 tokens on each rank. Not measured on a GPU."
 )
-_LEFT, _ROOM, _HEIGHT = 8, 304, 130
+_ROOM, _HEIGHT = 304, 130
 
 
 @dataclass(frozen=True)
@@ -64,32 +64,27 @@ def draw(caption: str) -> str:
     seconds = max(curve.result.seconds for curve in curves.values())
     most = max(curve.peak for curve in curves.values())
     panels = [_panel(title, curves[kind], seconds, most) for kind, title in TITLES.items()]
-    return figure(panels, caption, SOURCE, legend(LEGEND))
+    return figure("curve", panels, caption, SOURCE, LEGEND)
 
 
 def _panel(title: str, curve: Curve, seconds: float, most: float) -> Panel:
-    result, floor = curve.result, 24.0 + _HEIGHT
+    result, stored = curve.result, float(curve.result.stored_bytes)
 
-    def area(kind: str, stairs: list[tuple[float, float]]) -> str:
-        path = "".join(
-            f"H{_LEFT + _ROOM * when / seconds:.1f}V{floor - _HEIGHT * size / most:.1f}" for when, size in stairs
-        )
-        return f'<path class="{kind}" d="M{_LEFT} {floor:g}{path}V{floor:g}z"/>'
+    def stairs(changes: list[tuple[float, float]]) -> list[tuple[float, float]]:
+        return [(_ROOM * when / seconds, _HEIGHT * size / most) for when, size in changes]
 
-    stored = result.stored_bytes
     gathered = gathered_bytes(sorted(result.events, key=lambda event: event.start))
-    unsharded = [(when, float(stored + size)) for when, size in gathered]
-    parts = [
-        label(f"peak {size_of(curve.peak)}", _LEFT, 16),
-        area("g", _thinned(curve.allocated, seconds)),
-        area("p", [(0.0, float(stored)), *unsharded, (result.seconds, float(stored))]),
-        area("o", [(0.0, float(stored)), (result.seconds, float(stored))]),
-        label(f"{1e3 * result.seconds:,.0f} ms", _LEFT + _ROOM * result.seconds / seconds, floor + 16, "end soft"),
-        label("0", _LEFT, floor + 16, "soft"),
+    unsharded = [(when, stored + size) for when, size in gathered]
+    areas = [
+        ("g", stairs(_thinned(curve.allocated, seconds))),
+        ("p", stairs([(0.0, stored), *unsharded, (result.seconds, stored)])),
+        ("o", stairs([(0.0, stored), (result.seconds, stored)])),
     ]
+    texts = {"peak": f"peak {size_of(curve.peak)}", "end": f"{1e3 * result.seconds:,.0f} ms"}
+    data = {**texts, "areas": areas, "right": _ROOM * result.seconds / seconds}
     peak = max(size for _, size in gathered)
     text = f"Stored: {size_of(stored)}. Unsharded parameters: at most {size_of(peak)}."
-    return Panel(title, parts, _LEFT + _ROOM + 8, floor + 22, text)
+    return Panel(title, data, _ROOM + 16, _HEIGHT + 46, text)
 
 
 def _thinned(stairs: list[tuple[float, float]], seconds: float) -> list[tuple[float, float]]:

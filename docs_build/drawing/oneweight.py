@@ -6,13 +6,12 @@ determines the shards of both.
 
 import torch
 
-from docs_build.drawing.sketch import Panel, bar, box, figure, label, size_of
+from docs_build.drawing.sketch import Panel, figure, size_of
 from minifsdp.engine.shards import shard_of, shard_shape
 from minifsdp_tools.formulas import ring_sends
 
 NUM_RANKS = 4
 DRAWN, REAL = torch.Size((4, 6)), torch.Size((4096, 4096))
-CELL, GAP, LEFT, TOP = 12, 8, 6, 24
 WHOLE = 4 * REAL.numel()
 SOURCE = "Drawn from the sharding of fully_shard; minifsdp's formulas give the bytes."
 
@@ -35,28 +34,16 @@ def draw(caption: str) -> str:
     panels = [
         _panel("1. Sharded", cut, f"Each rank stores its rows: {part} of {whole}."),
         _panel("2. All-gathered", gathered, all_gather),
-        _panel("3. Used", gathered, used, "x"),
+        _panel("3. Used", gathered, used, batch=True),
         _panel("4. Resharded", cut, f"After the layer's forward, each rank keeps {part}. Backward repeats step 2."),
         _panel("5. Gradient", gathered, own, gradient=True),
         _panel("6. Reduced", cut, mean, gradient=True),
     ]
-    return figure(panels, caption, SOURCE)
+    return figure("weight", panels, caption, SOURCE)
 
 
-def _panel(title: str, rows: list[list[int]], text: str, batch: str = "", *, gradient: bool = False) -> Panel:
-    num_rows, num_columns = DRAWN
-    width, height, parts = num_columns * CELL, num_rows * CELL, []
-    for rank, there in enumerate(rows):
-        x = LEFT + rank * (width + GAP)
-        parts.append(label(f"rank {rank}", x + width / 2, 16, "mid soft"))
-        parts.append(box(x, TOP, width, height))
-        for row in there:
-            # A row has the colour of the rank that stores it, on all ranks; gradients are striped as in all drawings.
-            owner = next(one for one in range(NUM_RANKS) if row in rows_of(one))
-            y = TOP + row * CELL
-            parts.append(bar("g" if gradient else f"r{owner}", x, y, width, CELL))
-            parts.append(label(str(owner), x + width / 2, y + CELL - 2, "mid cell"))
-        if batch:
-            below = TOP + height
-            parts.append(label(f"x{rank} \N{RIGHTWARDS ARROW} y{rank}", x + width / 2, below + 14, "mid"))
-    return Panel(title, parts, LEFT + NUM_RANKS * (width + GAP), TOP + height + 20, text)
+def _panel(title: str, rows: list[list[int]], text: str, *, batch: bool = False, gradient: bool = False) -> Panel:
+    owners = {row: rank for rank in range(NUM_RANKS) for row in rows_of(rank)}
+    ranks = [[(row, owners[row]) for row in there] for there in rows]
+    data = {"ranks": ranks, "size": DRAWN, "batch": batch, "gradient": gradient}
+    return Panel(title, data, 6 + NUM_RANKS * (12 * DRAWN[1] + 8), 44 + 12 * DRAWN[0], text)

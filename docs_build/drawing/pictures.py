@@ -107,5 +107,5 @@ def figure(svg: str, caption: str, source: str, focus: Sequence[str] = ()) -> st
     attribute = f' data-focus="{escape(" ".join(focus))}"' if focus else ""
     return (
         f'<figure class="recorded"{attribute}>{scrolling(svg)}'
-        f"<figcaption>{escape(caption)} <small>{escape(source)}</small></figcaption></figure>"
+        f"<figcaption>{escape(caption)} <small data-search-exclude>{escape(source)}</small></figcaption></figure>"
     ).replace("\n", " ")

@@ -2,7 +2,7 @@
 
 import torch
 
-from docs_build.templates import PLOTS
+from docs_build.templates import SKETCHES
 from minifsdp.engine.flat_tensor import FlatSharding
 from minifsdp.engine.shards import padded_shard_numel, shard_of
 
@@ -21,7 +21,7 @@ def layouts() -> str:
         ("per parameter: all-gathered", [cell for rank in RANKS for name in PARAMETERS for cell in sent[name, rank]]),
         ("per parameter: sorted", [cell for cells in sent.values() for cell in cells]),
     ]
-    return PLOTS.shardmap("The elements of each rank", "sends it", rows, LEFT, CELL)
+    return SKETCHES.shardmap("The elements of each rank", "sends it", rows, LEFT, CELL)
 
 
 def checkpoints() -> str:
@@ -33,7 +33,7 @@ def checkpoints() -> str:
         labels = [label for name in PARAMETERS for label, _ in _sent(name, rank) if label != "."]
         rows.append((f"sharded: on rank {rank}", [(label, owner[label]) for label in labels]))
     rows += [(f"local: on rank {rank}", [cell for cell in _flat_row() if cell[1] == rank]) for rank in RANKS]
-    return PLOTS.shardmap("What a state dict holds", "stores it while training", rows, LEFT, CELL)
+    return SKETCHES.shardmap("What a state dict holds", "stores it while training", rows, LEFT, CELL)
 
 
 def _flat_row() -> Cells:

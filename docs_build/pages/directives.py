@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 
-from docs_build.drawing import pictures, plots, shardmaps, sketches
+from docs_build.drawing import pictures, shardmaps, sketches
 from docs_build.generator import relative
 from docs_build.pages import (
     badges,
@@ -18,7 +18,6 @@ from docs_build.pages import (
     myths,
     paste,
     streams,
-    teach,
     troubles,
     values,
     verbs,
@@ -48,7 +47,7 @@ def expand(markdown: str, start: str) -> str:
     Raises:
         KeyError: a line has an unknown verb, or refers to something that does not exist.
     """
-    markdown = INLINE.sub(lambda found: str((values.VALUES | teach.VALUES)[found[1]]()), markdown)
+    markdown = INLINE.sub(lambda found: str(values.VALUES[found[1]]()), markdown)
     # All timelines of a page with the same number of ranks have the same axes.
     keys = [re.split(r"[ |]", found["rest"])[0] for found in LINE.finditer(markdown) if found["verb"] == "timeline"]
     known = {**VERBS, "timeline": _pictured(partial(_timeline, keys))}
@@ -104,18 +103,18 @@ def _wrong(name: str, start: str) -> str:
 
 
 VERBS: dict[str, Verb] = {
+    "answers": lambda rest, _: exercises.answers_of(rest),
     "asset": _pictured(_asset),
     "breaks": lambda _, start: raw(streams.breaks()),
     "chapters": lambda _, start: chapters.contents(),
     "code": lambda rest, start: raw(fragments.fragment(*rest.split(), start)),
     "counterfactual": lambda _, start: raw(counterfactual.section(start)),
     "evidence": lambda _, start: raw(evidence.figures()),
-    "exercise": lambda name, _: raw(PAGES.exercise(name, *exercises.exercise(name))),
+    "exercise": lambda name, _: raw(PAGES.exercise(*exercises.texts()[name])),
     "failure": lambda name, _: failures.what_happens(name),
     "failures": lambda _, start: failures.table(),
     "findings": lambda _, start: streams.findings(),
     "follows": lambda rest, _: paste.quoted(rest, is_first=False),
-    "growth": _pictured(plots.growth),
     "launcher": lambda rest, _: paste.quoted(rest, is_first=False),
     "modules": lambda _, start: modulepage.module_list(start),
     "fix": lambda name, _: failures.fix(name),
@@ -124,7 +123,7 @@ VERBS: dict[str, Verb] = {
     "picture": _pictured(_map),
     "problems": lambda name, _: chapters.chapter(name),
     "proof": _proof,
-    "raced": _pictured(plots.raced),
+    "question": lambda name, _: raw(PAGES.slide_question(exercises.texts()[name][0])),
     "says": lambda rest, _: paste.quoted(rest, is_first=True),
     "simulated": _pictured(streams.figure),
     "sketch": _pictured(sketches.draw),
@@ -134,5 +133,4 @@ VERBS: dict[str, Verb] = {
     "tutorials": lambda _, start: raw(lessonpage.lesson_list()),
     "verbs": lambda _, start: raw(verbs.verb_table(start)),
     "wrong": _wrong,
-    **teach.VERBS,
 }

@@ -5,7 +5,6 @@ is not part of this project. It has the date, the machine, the commit, and for e
 and passed.
 """
 
-from docs_build.reading.text import table
 from docs_build.recording import results
 from docs_build.recording.records import load
 from docs_build.templates import PAGES
@@ -37,22 +36,3 @@ def mutants() -> tuple[int, int, int]:
     """The numbers of detected mutants of the package, of all mutants, and of requirements that detect them."""
     known = load("mutants")["mutants"].values()
     return sum(bool(one["red"]) for one in known), len(known), len({row for one in known for row in one["red"]})
-
-
-def torch_tests_table() -> str:
-    """PyTorch's test files, with the numbers of tests that ran and passed, as Markdown."""
-    record = load("torch-tests")
-    rows = [(f"`{name}`", *numbers) for name, numbers in sorted(record["files"].items())]
-    heads = [f"file of PyTorch {record['tests_of']}", "passed", "ran"]
-    where = f"Run on {record['date']} at commit `{record['commit'][:10]}`; {record['machine']}."
-    return f"{table(heads, [*rows, ('all', *torch_tests())], 'lr')}\n\n{where}"
-
-
-def where_table() -> str:
-    """The number of tested requirements for each backend, with the date, as Markdown."""
-    record, rows = results.recorded(), []
-    for backend, words in results.WHERE.items():
-        run = record["runs"].get(backend, {"date": "never run", "machine": ""})
-        proven = f"{results.num_proven(backend)} of {len(record['rows'])}"
-        rows.append([words, proven, run["date"], run["machine"]])
-    return table(["backend", "requirements tested", "date", "machine"], rows, "lrl")

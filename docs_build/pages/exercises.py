@@ -1,26 +1,31 @@
-"""The exercises of the learning pages: questions and answers from ``exercises.md``, with computed values."""
+"""The exercises of the learning pages: questions and answers from ``exercises.md``.
+
+The slides of the lectures show some of the questions, and a page for teachers has their answers.
+"""
 
 import re
 from functools import cache
 from pathlib import Path
 
-from docs_build.pages import answers
+from docs_build.pages.slides import slides_of
 
 ENTRY = re.compile(r"^## (\w+)\n\n(.+?)\n\nAnswer:\n\n(.+?)\n(?=\n## |\Z)", re.MULTILINE | re.DOTALL)
 
 
 @cache
 def texts() -> dict[str, tuple[str, str]]:
-    """Question and answer by name."""
+    """Question and answer by name, both Markdown."""
     text = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
-    return {name: (question, answer) for name, question, answer in ENTRY.findall(text)}
+    return {name: (question, " ".join(answer.split())) for name, question, answer in ENTRY.findall(text)}
 
 
-def exercise(name: str) -> tuple[str, str]:
-    """Question and answer, both Markdown.
-
-    Raises:
-        KeyError: there is no exercise with that name, or a value of its answer is missing.
-    """
-    question, answer = texts()[name]
-    return question, " ".join(answer.format_map(getattr(answers, name)()).split())
+def answers_of(lecture: str) -> str:
+    """The questions on the slides of a lecture, with their answers."""
+    lines = []
+    for slide in slides_of(lecture):
+        if slide.question:
+            asked, answer = texts()[slide.question]
+            title = slide.title.removeprefix("Question: ")
+            lines += [f"### [Slide {slide.number}]({lecture}.md#slide-{slide.number}): {title}", "", asked, ""]
+            lines += [f"**Answer.** {answer}", ""]
+    return "\n".join(lines)

@@ -8,7 +8,7 @@ from docs_build.drawing import linkbytes, pictures
 from docs_build.generator import relative
 from docs_build.pages.modulepage import page_of, side_by_side, way_through
 from docs_build.reading.source import read_module
-from docs_build.recording.lessons import EVEN, LESSONS, Lesson, recorded, unevenness
+from docs_build.recording.lessons import LESSONS, recorded
 from docs_build.templates import PAGES
 
 
@@ -24,25 +24,19 @@ def lesson_page(name: str) -> str:
     way = way_through({one.name: one.title for one in LESSONS}, name, middle)
     headline = Markup('{} <code class="sbs-file">{}</code>').format(lesson.title, Path(name).name)
     run, drawn = recorded()[name], ""
-    # Uneven pictures would mainly show that equal blocks took unequal times.
-    is_even = all(unevenness(svg) <= EVEN for svg in run["pictures"].values())
     drawings = [svg[svg.index("<svg") :] for svg in run["pictures"].values()]
-    shown = [pictures.scrolling(pictures.described(svg)) for svg in drawings] if is_even else None
+    shown = [pictures.scrolling(pictures.described(svg)) for svg in drawings]
     if name == "tutorials/hybrid.py":
         about = f"Recorded on {run['date']} with {lesson.num_ranks} ranks."
         drawn = Markup(linkbytes.draw_table(run["output"], about))
-    return side_by_side(read_module(name), headline, way, PAGES.lesson(lesson, run, _time(lesson), drawn, shown))
+    return side_by_side(read_module(name), headline, way, PAGES.lesson(lesson, run, drawn, shown))
 
 
 def lesson_list() -> str:
     """All lessons as HTML: their first sentences, requirements, times and output."""
-    cards = [(one, Path(one.name).name, read_module(one.name).title, _time(one)) for one in LESSONS]
+    cards = [
+        (one, Path(one.name).name, read_module(one.name).title, recorded()[one.name]["seconds"]) for one in LESSONS
+    ]
     runs = [recorded()[lesson.name] for lesson in LESSONS]
     dates, machines = sorted({run["date"] for run in runs}), sorted({run["machine"] for run in runs})
     return str(PAGES.lessons(cards, f"Recorded from {dates[0]} to {dates[-1]}; {'; '.join(machines)}."))
-
-
-def _time(lesson: Lesson) -> str:
-    run = recorded()[lesson.name]
-    others = "unknown" if run["others"] is None else f"{run['others']:g} cores"
-    return f"{run['seconds']} seconds (other programs: {others})"

@@ -27,7 +27,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from docs_build.reading.text import table
 from minifsdp_tools.formulas import ring_all_reduce_sends, ring_sends
 from minifsdp_tools.links import Sent
 
@@ -147,22 +146,3 @@ def script() -> str:
     found = {one.key: [about(one, reshards=reshards) for reshards in (True, False)] for one in all_placements()}
     data = {"levels": WORDS, "groups": GROUPS, "bytes": BYTES, "noSetting": TEXTS["no_setting"], "placements": found}
     return f"window.minifsdpPlacements = {json.dumps(data)};\n"
-
-
-def placements_table() -> str:
-    """The consistent placements, for 7 billion parameters on 8 machines of 8 ranks."""
-    rows = []
-    for one, reshards in itertools.product(all_placements(), (True, False)):
-        if reasons(one) or (not reshards and one.key + "*" not in NAMES):
-            continue
-        facts = about(one, reshards=reshards)
-        links = [sent(each, 7e9, 8, 8) for each in collectives(one, reshards=reshards)]
-        numbers = [sum(memory(one, 7e9, 8, 8).values())]
-        numbers += [sum(link.within for link in links), sum(link.between for link in links)]
-        levels = [
-            {"replicated": "replicated", "within": "machine", "all": "all"}[level] for level in asdict(one).values()
-        ]
-        rows.append([facts["name"] or "no common name", *levels, *(f"{number / 1e9:,.1f}" for number in numbers)])
-        rows[-1].append("yes" if facts["setting"] else "no")
-    heads = ["name", "parameter", "gradient", "optimizer", "memory, GB", "within, GB", "between, GB", "minifsdp"]
-    return table(heads, rows, "llllrrrl")

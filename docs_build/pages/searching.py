@@ -2,8 +2,9 @@
 
 The theme's plugin makes the index from each page's HTML. This module changes three things:
 
-1. Parts that every page has, or that are pictures, get ``data-search-exclude``, and the plugin leaves them out.
-   Otherwise an excerpt begins with "4 of 123 in reading order", and a search for "block" finds boxes of a timeline.
+1. Parts that every page has, or that are pictures, have ``data-search-exclude`` in the templates, and the plugin leaves
+   them out. Otherwise an excerpt begins with "4 of 123 in reading order", and a search for "block" finds boxes of a
+   timeline.
 2. The index is split in two. Most visitors of a page do not search, and would load two megabytes with a single index.
    ``search_index`` keeps the settings, which the theme reads immediately. ``documents.js`` has the texts, which
    ``docs/assets/js/search.js`` loads when a search begins. It is a script, because a page opened from a disk cannot
@@ -12,38 +13,7 @@ The theme's plugin makes the index from each page's HTML. This module changes th
 """
 
 import json
-import re
 from pathlib import Path
-
-# Each pattern matches an element that contains none of its own kind; the plugin would stop at the inner end.
-LEFT_OUT = {
-    "a": ["sbs-mark"],
-    "b": ["badge"],
-    "details": ["proof", "tests"],
-    "form": ["spec-filter"],
-    "nav": ["sbs-way"],
-    "p": ["exercise-head", "exercise-source", "fragment-head", "sbs-contents"],
-    "svg": [],
-}
-_TAG = re.compile(rf"<({'|'.join(LEFT_OUT)})\b([^>]*)>")
-_CLASS = re.compile(r"""\bclass=["']([^"']*)["']""")
-# The source of a picture.
-_SOURCE = re.compile(r"(<figcaption>(?:(?!</figcaption>).)*?<small)(>)", re.DOTALL)
-_MARK = ' data-search-exclude="yes"'
-
-
-def leave_out(html: str) -> str:
-    """1. Excludes parts of a page from the index."""
-    return _SOURCE.sub(rf"\1{_MARK}\2", _TAG.sub(_marked, html))
-
-
-def _marked(tag: re.Match[str]) -> str:
-    name, attributes = tag[1], tag[2]
-    found = _CLASS.search(attributes)
-    classes = found[1].split() if found else []
-    is_left_out = not LEFT_OUT[name] or any(one in LEFT_OUT[name] for one in classes)
-    return f"<{name}{_MARK}{attributes}>" if is_left_out else tag[0]
-
 
 # Pages that explain are found before pages of modules and before the spec. The first matching prefix counts.
 _BOOSTS = {

@@ -4,7 +4,7 @@ import re
 from collections import Counter
 from typing import Any
 
-from docs_build.pages import badges, enginepage
+from docs_build.pages import badges
 from docs_build.pages.raw import raw
 from docs_build.reading.text import counted, table, words_of
 from docs_build.recording import results
@@ -54,7 +54,7 @@ def _controls() -> str:
 
 
 def _row(row: SpecRow) -> tuple[Any, ...]:
-    """A requirement with torch's verdict, its tags, badges and tests; these are grouped by outcome and then by file.
+    """A requirement with its tags, badges and tests; these are grouped by outcome and then by file.
 
     One outcome of all tests is part of the headline. Labels are a quarter of the page's size.
     """
@@ -69,6 +69,6 @@ def _row(row: SpecRow) -> tuple[Any, ...]:
     if len(together) == 1:
         ((outcomes, files),) = together.items()
         headline += "".join(f", {outcome} ({badges.SHORT[backend]})" for backend, outcome in outcomes)
-        return row, enginepage.mark(row.id), badges.tags(row), badges.badges(row), headline, {"": files}
+        return row, badges.tags(row), badges.badges(row), headline, {"": files}
     shown = {badges.outcomes(outcomes): files for outcomes, files in together.items()}
-    return row, enginepage.mark(row.id), badges.tags(row), badges.badges(row), headline, shown
+    return row, badges.tags(row), badges.badges(row), headline, shown

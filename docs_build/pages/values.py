@@ -1,53 +1,12 @@
 """Numbers and tables of the prose, computed from recorded runs or by the package."""
 
 from collections.abc import Callable
+from importlib import import_module
 
 from docs_build.drawing.pictures import events_of
-from docs_build.pages import (
-    costs,
-    enginepage,
-    evidence,
-    faults,
-    gpurun,
-    modulepage,
-    optimizer_runs,
-    parameter_states,
-    placement,
-    published,
-    raced,
-    streams,
-)
-from docs_build.reading.papers import hybrid_cross_host, hybrid_cross_host_as_printed, zero_bytes
+from docs_build.pages import evidence, modulepage
 from docs_build.reading.text import table
-from docs_build.recording import checkpoint_scale, collectives, predicted_steps, two_machines, versions
-from minifsdp_tools import formulas
 from minifsdp_tools.events import peak_gathered_bytes
-
-
-def zero_table() -> str:
-    """Table 1 of the ZeRO paper, recomputed."""
-
-    def cell(billions: float, ranks: int) -> str:
-        numbers = zero_gigabytes(billions, ranks)
-        return " / ".join(f"{number:,.0f}" if number >= 1000 else f"{number:.3g}" for number in numbers)
-
-    rows = [[ranks, *(cell(size, ranks) for size in (7.5, 128, 1000))] for ranks in (1, 4, 16, 64, 256, 1024)]
-    return table(["ranks", "7.5 B", "128 B", "1 T"], rows)
-
-
-def zero_gigabytes(billions: float, ranks: int) -> tuple[float, ...]:
-    """Bytes of stored state in GB: optimizer state sharded, gradients too, parameters too (16-bit, Adam with K=12)."""
-    return tuple(zero_bytes(billions, ranks, stage) for stage in (1, 2, 3))
-
-
-def traffic_table() -> str:
-    """The FSDP paper's bytes across hosts, and the counted bytes of the hybrid."""
-    rows = []
-    for world, per_host in [(16, 8), (64, 8), (512, 8)]:
-        sent = [formulas.ring_all_reduce_sends(1, world), 3 * formulas.ring_sends(1, world)]
-        sent += [made(1, world, per_host) for made in (hybrid_cross_host_as_printed, hybrid_cross_host)]
-        rows.append([f"{world}, {per_host} on a host", *(f"{number:.4g}" for number in sent)])
-    return table(["GPUs", "full replication", "full sharding", "hybrid, as printed", "hybrid, counted"], rows)
 
 
 def _megabytes(num_bytes: float) -> str:
@@ -97,67 +56,13 @@ def bf16_table() -> str:
 VALUES: dict[str, Callable[[], object]] = {
     "num-modules": lambda: len(modulepage.steps()),
     "num-lines": lambda: f"{modulepage.num_lines():,}",
-    "calls-torch": lambda: costs.calls("torch"),
-    "calls-minifsdp": lambda: costs.calls("minifsdp"),
-    "overhead-torch": lambda: costs.overhead("torch"),
-    "overhead-minifsdp": lambda: costs.overhead("minifsdp"),
-    "calls-by-ranks": lambda: costs.calls_by_ranks("torch FSDP1 flat"),
-    "calls-for-a-parameter-torch": lambda: costs.calls_for_a_parameter("torch FSDP2"),
-    "calls-for-a-parameter-minifsdp": lambda: costs.calls_for_a_parameter("minifsdp FSDP2"),
-    "optimizer-minifsdp": lambda: costs.optimizer_step("minifsdp FSDP2"),
-    "optimizer-torch": lambda: costs.optimizer_step("torch FSDP2"),
     "noticed-mutants": lambda: evidence.mutants()[0],
     "num-mutants": lambda: evidence.mutants()[1],
     "mutated-rows": lambda: evidence.mutants()[2],
-    "gpu-machine": gpurun.machine,
-    "gpu-passed": gpurun.num_passed,
 }
-TABLES: dict[str, Callable[[], str]] = {
-    "raced": raced.found,
-    "zero": zero_table,
-    "placements": placement.placements_table,
-    "traffic": traffic_table,
-    "counts": counts_table,
-    "prefetch": prefetch_table,
-    "bf16": bf16_table,
-    "debug-cost": costs.checks,
-    "faults": faults.table,
-    "faults-by-kind": faults.by_kind,
-    "restarts": faults.restarts,
-    "kills": faults.kills,
-    "fuzz": faults.fuzz,
-    "soak": faults.soak,
-    "torch-tests": evidence.torch_tests_table,
-    "gpu-steps": gpurun.steps,
-    "gpu-races": gpurun.races,
-    "gpu-tests": gpurun.suite,
-    "gpu-runs": gpurun.all_runs,
-    "gpu-others": gpurun.others,
-    "where": evidence.where_table,
-    "stream-peaks": streams.peaks,
-    "optimizer": costs.optimizers,
-    "large": costs.large,
-    "versions": versions.versions,
-    "published-summary": published.summary,
-    "published-predictions": published.predictions,
-    "published-constants": published.constants,
-    "published-absent": published.absent,
-    "predicted-steps": predicted_steps.steps,
-    "predicted-steps-summary": predicted_steps.summary,
-    "two-machines": two_machines.two_machines,
-}
-# Modules whose tables have the names of their functions: ``{{ table parameter_states.states flat }}``.
-MODULES = (checkpoint_scale, collectives, enginepage, optimizer_runs, parameter_states)
 
 
 def made(name: str, *arguments: str) -> str:
-    """A table by its name in `TABLES`, or by module and function.
-
-    Raises:
-        KeyError: there is no such table.
-    """
+    """A table by the module of this folder and the function that makes it, as in ``measured.growth``."""
     module, _, function = name.partition(".")
-    if not function:
-        return TABLES[name]()
-    modules = {one.__name__.rpartition(".")[2]: one for one in MODULES}
-    return str(getattr(modules[module], function)(*arguments))
+    return str(getattr(import_module(f"docs_build.pages.{module}"), function)(*arguments))

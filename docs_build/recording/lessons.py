@@ -21,7 +21,6 @@ from typing import Any
 from docs_build.reading.order import ROOT
 from docs_build.reading.source import read_module
 from docs_build.recording import records
-from docs_build.recording.busy import Others
 from docs_build.recording.record import EVEN
 
 TRIES = 10
@@ -136,7 +135,7 @@ def _run(lesson: Lesson) -> dict[str, Any]:
     # `docs_build.recording.watched` runs the script and records arrivals.
     words = shlex.split(lesson.command.replace(lesson.name, f"-m docs_build.recording.watched {lesson.name}", 1))[1:]
     with tempfile.TemporaryDirectory() as folder:
-        begin, others = time.monotonic(), Others()
+        begin = time.monotonic()
         done = records.torchrun([word.replace("FOLDER", folder) for word in words], HF_HUB_OFFLINE="1")
         if done.returncode:
             raise RuntimeError(f"{lesson.name} ended with {done.returncode}\n{done.stdout}{done.stderr}")
@@ -144,7 +143,6 @@ def _run(lesson: Lesson) -> dict[str, Any]:
             "output": done.stdout.replace(folder, "FOLDER"),
             "pictures": {path.stem: path.read_text(encoding="utf-8") for path in sorted(Path(folder).glob("*.svg"))},
             "seconds": round(time.monotonic() - begin),
-            "others": others.cores(),
             **records.stamp(),
         }
 

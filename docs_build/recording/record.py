@@ -11,6 +11,9 @@ steps is kept: other programs can only make a step slower. Steps in which the ti
 
 Runs for the step player record every *moment*, the start or end of an event, with the state of the rank and the running
 functions of the package. They only show order. ``--player`` records only these runs, and works on any machine.
+
+The runs of torch's own FSDPs stay as they are. The program that recorded them is in the history of the repository, as
+``docs_build/recording/torchside.py`` of commit 2c8aa35e.
 """
 
 import argparse
@@ -19,7 +22,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -29,16 +32,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import minifsdp.wrap
-from docs_build.recording import arrivals, recordings, torchside
+from docs_build.recording import arrivals, recordings
 from docs_build.recording.models import Block, Net, Stage, batch
 from docs_build.recording.records import of_all_ranks, stamp
-from docs_build.recording.watching import Watched, WatchedUnit, Watcher
+from docs_build.recording.watching import WatchedUnit, Watcher
 from minifsdp import FullyShardedDataParallel, trace
 from minifsdp.engine.events import events
 from minifsdp.fsdp2.fsdp_state import states_in
@@ -63,7 +65,7 @@ class Run:
     """One training to record.
 
     Attributes:
-        api: ``"fsdp1"`` or ``"fsdp2"``; ``"torch1"`` or ``"torch2"`` for torch's own.
+        api: ``"fsdp1"`` or ``"fsdp2"``.
         strategy: a key of `STRATEGIES`; ``"keep2"`` is ``reshard_after_forward=2`` of ``fully_shard``.
         prefetch: a key of `PREFETCH`; ``"ahead"`` is an explicit list of two units of ``fully_shard``.
         wrap: a key of `WRAPS`, the modules that become units.
@@ -81,11 +83,6 @@ class Run:
     width: int = 64
     rows: int = 32
     extra: str = ""
-
-    @property
-    def is_torch(self) -> bool:
-        """Whether it is torch's own FSDP."""
-        return self.api.startswith("torch")
 
     @property
     def key(self) -> str:
@@ -113,10 +110,6 @@ def _player_runs(ranks: int) -> Iterator[Run]:
     for strategy, prefetch, wrap in itertools.product(["full", "zero2", *fewer], ["pre", "ahead"], WRAPS):
         if prefetch == "pre" or wrap == "block":
             yield Run("fsdp2", strategy, prefetch, wrap, ranks)
-    if ranks == 2:
-        # For comparison with the same runs of this package.
-        for api, strategy in itertools.product(["torch1", "torch2"], ["full", "zero2"]):
-            yield Run(api, strategy, "pre", "block", ranks)
 
 
 def _picture_runs(ranks: int) -> Iterator[Run]:
@@ -136,9 +129,8 @@ def _picture_runs(ranks: int) -> Iterator[Run]:
 def build(run: Run) -> nn.Module:
     """The sharded model of a run."""
     torch.manual_seed(0)
-    model, library = Net(run.width), torch_fsdp if run.is_torch else minifsdp
     mesh = _mesh(run.ranks, hybrid=True) if run.strategy.startswith("hybrid") else None
-    return (_first_api if run.api.endswith("1") else _second_api)(run, model, library, mesh)
+    return (_first_api if run.api == "fsdp1" else _second_api)(run, Net(run.width), mesh)
 
 
 @cache
@@ -149,39 +141,34 @@ def _mesh(ranks: int, *, hybrid: bool) -> Any:
     return init_device_mesh("cpu", (ranks,))
 
 
-def _first_api(run: Run, model: nn.Module, library: Any, mesh: Any) -> nn.Module:
+def _first_api(run: Run, model: nn.Module, mesh: Any) -> nn.Module:
     wrapped, prefetch, narrow = WRAPS[run.wrap], PREFETCH[run.prefetch], torch.bfloat16
-    mixed = library.MixedPrecision(param_dtype=narrow, reduce_dtype=narrow) if run.extra == "bf16" else None
-    return library.FullyShardedDataParallel(
+    mixed = minifsdp.MixedPrecision(param_dtype=narrow, reduce_dtype=narrow) if run.extra == "bf16" else None
+    return FullyShardedDataParallel(
         model,
         device_mesh=mesh,
-        sharding_strategy=library.ShardingStrategy[STRATEGIES[run.strategy]],
-        auto_wrap_policy=library.wrap.ModuleWrapPolicy({wrapped}) if wrapped else None,
-        backward_prefetch=library.BackwardPrefetch[prefetch] if prefetch else None,
+        sharding_strategy=minifsdp.ShardingStrategy[STRATEGIES[run.strategy]],
+        auto_wrap_policy=minifsdp.wrap.ModuleWrapPolicy({wrapped}) if wrapped else None,
+        backward_prefetch=minifsdp.BackwardPrefetch[prefetch] if prefetch else None,
         forward_prefetch=run.prefetch == "forward",
         mixed_precision=mixed,
         device_id=torch.device("cpu"),
     )
 
 
-def _second_api(run: Run, model: nn.Module, library: Any, mesh: Any) -> nn.Module:
+def _second_api(run: Run, model: nn.Module, mesh: Any) -> nn.Module:
     mesh = mesh or _mesh(run.ranks, hybrid=False)
     reshard = {"zero2": False, "hybrid2": False, "keep2": 2}.get(run.strategy)
     wrapped = WRAPS[run.wrap]
     inner: list[Any] = [m for m in model.modules() if wrapped and isinstance(m, wrapped)]
     for module in inner:
-        library.fully_shard(module, mesh=mesh, reshard_after_forward=True if reshard is None else reshard)
-    library.fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        minifsdp.fully_shard(module, mesh=mesh, reshard_after_forward=True if reshard is None else reshard)
+    minifsdp.fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
     if run.prefetch == "ahead":
         for place, module in enumerate(inner):
             module.set_modules_to_forward_prefetch(inner[place + 1 : place + 3])
             module.set_modules_to_backward_prefetch(inner[max(place - 2, 0) : place][::-1])
     return model
-
-
-def watched_units(run: Run, model: nn.Module) -> Sequence[Watched]:
-    """The observed units of a sharded model, the root's first."""
-    return torchside.units_of(model) if run.is_torch else [WatchedUnit(unit) for unit in units_of(model)]
 
 
 def units_of(model: nn.Module) -> list[Any]:
@@ -224,7 +211,8 @@ def perform(run: Run) -> dict[str, Any] | None:
     if dist.get_rank() != 0:
         return None
     layouts = [
-        {"name": unit.name, "bytes": unit.num_bytes, "shard": unit.shard_bytes()} for unit in watched_units(run, model)
+        {"name": unit.name, "bytes": unit.num_bytes, "shard": unit.shard_bytes()}
+        for unit in map(WatchedUnit, units_of(model))
     ]
     return {"run": asdict(run), "key": run.key, "units": layouts, "ranks": all_ranks}
 
@@ -235,11 +223,11 @@ def _watched(run: Run, model: nn.Module, optimizer: torch.optim.Optimizer) -> di
     It keeps the fastest of the steps with the most frequent order; slower ones mostly show waiting. The order sometimes
     differs, because gloo's thread releases its tensors a moment after it has reported a collective as done.
     """
-    units = watched_units(run, model)
+    units = [WatchedUnit(unit) for unit in units_of(model)]
     steps: list[tuple[float, dict[str, Any]]] = []
     for step in range(2, 2 + WATCHED_STEPS):
         watcher = Watcher(units, optimizer)
-        with torchside.watching(watcher) if run.is_torch else watcher.watching():
+        with watcher.watching():
             origin = _recorded(watcher, lambda step=step, watcher=watcher: _step(run, model, optimizer, step, watcher))
         (took,) = _largest(time.perf_counter() - origin)
         steps.append((took, _as_data(watcher, origin)))
@@ -333,8 +321,9 @@ def main() -> None:
     begun = time.monotonic()
     found: list[Any] = []
     facts = stamp()
+    before = recordings.load()
+    found += [run for run in before["runs"].values() if run["run"]["api"].startswith("torch")]
     if only_player:
-        before = recordings.load()
         facts = {name: before[name] for name in facts}
         found += [run for run in before["runs"].values() if run["run"]["width"] > 64]
     with tempfile.TemporaryDirectory() as folder:

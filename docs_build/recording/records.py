@@ -47,11 +47,6 @@ def of_record(name: str) -> Callable[[Callable[..., str]], Callable[..., str]]:
     return decorate
 
 
-def facts(record: Any) -> list[str]:
-    """The circumstances of a record, without the bullets of a list."""
-    return [fact.removeprefix("* ") for fact in record["circumstances"]]
-
-
 def stamp() -> dict[str, str]:
     """Today's date, and this machine."""
     return {"date": datetime.now(UTC).date().isoformat(), "machine": machine()}

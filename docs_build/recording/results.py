@@ -111,6 +111,11 @@ def joined(tests: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
     return joined
 
 
+def without(backend: str, outcomes: dict[str, str]) -> dict[str, str]:
+    """The outcomes of all other backends."""
+    return {other: outcome for other, outcome in outcomes.items() if other != backend}
+
+
 def css_class(outcome: str) -> str:
     """The suffix of a badge's class: ``passed``, ``not-run``, or ``part`` for a test that has ``passed (text)``."""
     return "part" if " (" in outcome else outcome.replace(" ", "-")

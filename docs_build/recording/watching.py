@@ -19,7 +19,6 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from docs_build.reading.order import PACKAGE
 from docs_build.reading.running import statement_at
@@ -30,39 +29,28 @@ from minifsdp.engine.shards import shard_range
 HOME = PACKAGE.as_posix() + "/"
 
 
-class Watched:
-    """An observed unit of either library.
+class WatchedUnit:
+    """An observed unit.
 
     Attributes:
         name, num_bytes: name of the unit, and the bytes of its unsharded parameters.
     """
 
-    name: str
-    num_bytes: int
-
-    def __init__(self) -> None:
+    def __init__(self, unit: Any) -> None:
+        self.unit, self.layout, self.name, self.num_bytes = unit, unit.layout, unit.name, unit.layout.num_bytes
         self._seen: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def held(self) -> tuple[str, str, int, int]:
         """State, phase, bytes of reduced gradients, bytes of unsharded gradients."""
-        raise NotImplementedError
+        return self.unit.state.name[0], self.unit.phase.name, sum(map(size, self._reduced())), self.whole_bytes()
 
-    @property
-    def local_parameters(self) -> list[Any]:
-        """The unit's parameters that the optimizer owns."""
-        raise NotImplementedError
-
-    def leaves(self) -> list[torch.Tensor]:
-        """The leaf tensors in which autograd accumulates gradients."""
-        raise NotImplementedError
-
-    def reduced(self) -> list[Any]:
+    def _reduced(self) -> list[Any]:
         """The gradients that the optimizer uses."""
-        return [p.grad for p in self.local_parameters if p.grad is not None]
+        return [p.grad for p in self.layout.local_parameters if p.grad is not None]
 
     def shard_bytes(self) -> int:
         """The bytes of the unit that this rank stores."""
-        return sum(map(size, self.local_parameters))
+        return sum(map(size, self.layout.local_parameters))
 
     def see(self, tensors: list[torch.Tensor]) -> None:
         """Counts these tensors as unsharded gradients as long as they exist."""
@@ -70,51 +58,25 @@ class Watched:
 
     def whole_bytes(self) -> int:
         """Bytes of all existing unsharded gradients. Shared memory counts once, gradients of the optimizer do not."""
-        self.see([leaf.grad for leaf in self.leaves() if leaf.grad is not None])
-        reduced = {_memory(gradient) for gradient in self.reduced()}
+        self.see([leaf.grad for leaf in self.layout.leaves if leaf.grad is not None])
+        reduced = {_memory(gradient) for gradient in self._reduced()}
         memories = {_memory(tensor): tensor for tensor in self._seen.values()}
         return sum(size(tensor) for memory, tensor in memories.items() if memory not in reduced)
 
     def pieces(self) -> list[tuple[float, float]]:
         """The shard that this rank stores: start and stop as fractions of the unit's concatenated parameters."""
+        sharding = getattr(self.layout, "sharding", None)
+        if sharding is not None:
+            held = sharding.shard_range(self.layout.mesh.shard_index)
+            return _as_parts([(held.start, min(held.stop, sharding.numel))], sharding.numel)
         found, whole = [], 0
-        for parameter in self.local_parameters:
-            assert isinstance(parameter, DTensor)
+        for parameter in self.layout.local_parameters:
             mesh = parameter.device_mesh
             rows = shard_range(parameter.shape[0], mesh.size(-1), mesh.get_local_rank(mesh.ndim - 1))
             per_row = parameter.numel() // max(parameter.shape[0], 1)
             found.append((whole + rows.start * per_row, whole + rows.stop * per_row))
             whole += parameter.numel()
-        return as_parts(found, whole)
-
-
-class WatchedUnit(Watched):
-    """A unit of minifsdp."""
-
-    def __init__(self, unit: Any) -> None:
-        super().__init__()
-        self.unit, self.layout, self.name, self.num_bytes = unit, unit.layout, unit.name, unit.layout.num_bytes
-
-    def held(self) -> tuple[str, str, int, int]:
-        """State, phase, bytes of reduced gradients, bytes of unsharded gradients."""
-        return self.unit.state.name[0], self.unit.phase.name, sum(map(size, self.reduced())), self.whole_bytes()
-
-    @property
-    def local_parameters(self) -> list[Any]:
-        """The unit's parameters that the optimizer owns."""
-        return list(self.layout.local_parameters)
-
-    def leaves(self) -> list[torch.Tensor]:
-        """The leaf of the flat layout, or the leaves of all parameters."""
-        return list(self.layout.leaves)
-
-    def pieces(self) -> list[tuple[float, float]]:
-        """For a flat layout, a single range of the flat parameter."""
-        sharding = getattr(self.layout, "sharding", None)
-        if sharding is None:
-            return super().pieces()
-        held = sharding.shard_range(self.layout.mesh.shard_index)
-        return as_parts([(held.start, min(held.stop, sharding.numel))], sharding.numel)
+        return _as_parts(found, whole)
 
     @contextmanager
     def followed(self) -> Iterator[None]:
@@ -143,15 +105,9 @@ class WatchedUnit(Watched):
 
 
 class Watcher(trace.Recorder):
-    """A recorder that also records every moment.
+    """A recorder that also records every moment."""
 
-    Attributes:
-        reducing: the unit of torch's FSDP whose gradient is reduced next.
-    """
-
-    reducing: Any = None
-
-    def __init__(self, units: Sequence[Watched], optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, units: Sequence[WatchedUnit], optimizer: torch.optim.Optimizer) -> None:
         super().__init__()
         self.units, self.optimizer = units, optimizer
         self.moments: list[tuple[Any, ...]] = []
@@ -161,8 +117,7 @@ class Watcher(trace.Recorder):
         """Observes the gradients of all units in a ``with`` block."""
         with ExitStack() as stack:
             for unit in self.units:
-                if isinstance(unit, WatchedUnit):
-                    stack.enter_context(unit.followed())
+                stack.enter_context(unit.followed())
             yield
 
     def begin(self, kind: str, unit: str, **facts: Any) -> trace.Event:
@@ -196,7 +151,7 @@ def size(value: Any) -> int:
     return int(local.numel() * local.element_size())
 
 
-def as_parts(found: list[tuple[int, int]], whole: int) -> list[tuple[float, float]]:
+def _as_parts(found: list[tuple[int, int]], whole: int) -> list[tuple[float, float]]:
     """Ranges of elements as fractions of all elements, without empty ranges."""
     return [(round(start / whole, 5), round(stop / whole, 5)) for start, stop in found if stop > start]
 

@@ -156,8 +156,17 @@ class Tab:
             self.browser.wait(0.05)
         return value
 
+    def value(self, name: str) -> str:
+        """The value of a field or slider, by its ID."""
+        return str(self.look(f"document.getElementById({json.dumps(name)}).value"))
+
     def focus(self, selector: str) -> None:
         self.look(f"document.querySelector({json.dumps(selector)}).focus()")
+
+    def move(self, name: str, by: int) -> None:
+        """Moves a slider by keys."""
+        self.focus(f"#{name}")
+        self.press(*abs(by) * ["ArrowRight" if by > 0 else "ArrowLeft"])
 
     def press(self, *keys: str) -> None:
         """Presses and releases each of these keys."""

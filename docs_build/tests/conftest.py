@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import http.server
 import os
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
@@ -17,11 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from docs_build.tests import offline
+from docs_build.reading.order import ROOT
 from docs_build.tests.browser import Tab, chromium, find_chromium
 from spec_tests.harness.session import leave_out
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -39,10 +38,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def build(folder: Path, environment: Mapping[str, str]) -> Path:
-    """Builds the site; fails if the build has a warning."""
+    """Builds the site; fails if the build has a warning, for instance about a broken link."""
     reported = {**environment, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
-    done = offline.run(command, ROOT, reported)
+    done = subprocess.run(command, cwd=ROOT, env=reported, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
     return folder
 
@@ -60,19 +59,23 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
 
 @pytest.fixture(scope="session")
 def address(site: Path) -> Iterator[str]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(site)))
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/"
-    server.shutdown()
-    server.server_close()
-    thread.join()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(site))) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}/"
+        server.shutdown()
 
 
 @pytest.fixture(scope="session")
-def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
     command = find_chromium()
     if command is None:
         pytest.skip("no chromium is installed (Debian: apt-get install chromium)")
     with chromium(command, str(tmp_path_factory.mktemp("profile"))) as tab:
         yield tab
+
+
+@pytest.fixture
+def tab(browser: Tab) -> Iterator[Tab]:
+    """The page of the browser, in a window of the usual size for each test."""
+    yield browser
+    browser.resize()

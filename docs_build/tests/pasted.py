@@ -9,7 +9,7 @@ from string import Formatter
 from docs_build.reading.messages import Message
 from minifsdp.engine.messages import COMMAND, MORE, PAGE, texts
 
-__all__ = ["OF_TORCH", "share", "spoken", "traceback"]
+__all__ = ["OF_TORCH", "not_first", "spoken", "traceback"]
 
 # By the ID of the entry that must be found first.
 OF_TORCH = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
@@ -30,14 +30,12 @@ VALUES = {
 def spoken(message: Message, has_address: bool) -> str:
     """Formats a message with values for its placeholders, as the program prints it."""
     name = message.id.removeprefix("E-")
-    parts = []
-    for words, field, spec, conversion in Formatter().parse(texts()["message"][name]):
-        value = VALUES.get(field or "", 3 if spec else "something of yours")
-        parts.append(words)
-        if field is not None:
-            parts.append(format(repr(value) if conversion == "r" else value, spec or ""))
+    template = texts()["message"][name]
+    numbers = {field: 3 for _, field, spec, _ in Formatter().parse(template) if field and spec}
+    others = {field: "something of yours" for _, field, _, _ in Formatter().parse(template) if field}
+    text = template.format_map(others | numbers | VALUES)
     end = f"\n{MORE}: {PAGE}#{message.id}, {COMMAND}{name}" if has_address else ""
-    return f"{message.kind}: rank 1: {''.join(parts)}{end}"
+    return f"{message.kind}: rank 1: {text}{end}"
 
 
 def traceback(last: str, prefix: str = "") -> str:
@@ -48,8 +46,6 @@ def traceback(last: str, prefix: str = "") -> str:
     return "\n".join(prefix + line for line in lines)
 
 
-def share(found: dict[str, list[str]]) -> float:
-    """Share of texts whose entry is found first. Prints the others."""
-    others = {id: ids[:3] for id, ids in found.items() if ids[:1] != [id]}
-    print(f"{len(found) - len(others)} of {len(found)} first", others)
-    return 1 - len(others) / len(found)
+def not_first(found: dict[str, list[str]]) -> dict[str, list[str]]:
+    """The texts whose entry is not found first, by the ID of this entry, with the entries that are found instead."""
+    return {id: ids[:3] for id, ids in found.items() if ids[:1] != [id]}

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from docs_build.reading.order import ROOT
 from docs_build.recording import parameter_states, records
-from docs_build.recording.parameter_states import FORMS, IN_BACKWARD, IN_FORWARD, SETTINGS, Setting
+from docs_build.recording.parameter_states import FORMS, IN_BACKWARD, IN_FORWARD, NAME, SETTINGS, Setting
 from spec_tests.harness import ranks
 
+PAGE = (ROOT / "docs" / "parameter-states.md").read_text(encoding="utf-8")
 COMPUTING = (IN_FORWARD, IN_BACKWARD)
 AVAILABLE = ("inside `summon_full_params()`", "after `unshard()`")
 NO_GRAD = "after a forward in `torch.no_grad()`"
@@ -21,15 +23,13 @@ WITH_GRADIENT = ("after backward", "after `optimizer.step()`", "after `state_dic
 @pytest.mark.cpu
 @ranks(2)
 def test_recorded_states_are_those_of_a_new_run() -> None:
-    found = parameter_states.observe_all()
-    recorded = records.load(parameter_states.NAME)["settings"]
     # The moments have an order, too.
-    assert json.dumps(found) == json.dumps(recorded)
+    assert json.dumps(parameter_states.observe_all()) == json.dumps(records.load(NAME)["settings"])
 
 
 def moments_of(form: str) -> list[tuple[Setting, str, dict[str, Any], int]]:
     """All recorded moments of a form after sharding: setting, moment, facts, rank."""
-    settings = records.load(parameter_states.NAME)["settings"]
+    settings = records.load(NAME)["settings"]
     return [
         (setting, moment, seen, rank)
         for setting in SETTINGS
@@ -105,32 +105,13 @@ def test_unsharded_memory_is_allocated_only_while_it_is_needed(form: str) -> Non
         assert seen["allocated"] == expected, (setting, moment)
 
 
-def lines_of(table: str) -> dict[str, str]:
-    """The lines of a table below its head, by their first cell."""
-    return {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()[2:]}
-
-
 @pytest.mark.spec("STATE-06")
-@pytest.mark.needs("mkdocs")
-def test_tables_are_made_from_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
-    from docs_build.pages import parameter_states as pages
-
-    record = records.load(parameter_states.NAME)
-    monkeypatch.setattr(records, "load", lambda name: record)
-    before = lines_of(pages.states("fully_shard"))
-    assert before["after sharding"] == (
-        "| after sharding | DTensor | `(3, 4)` | `(2, 4)` / `(1, 4)` | float32 | `None` | as `p` | yes | no |"
-    )
-    assert list(lines_of(pages.differences("fully_shard"))) == [NO_GRAD, "after forward"]
-    assert lines_of(pages.memory())["after forward"].split(" | ")[1:3] == ["root", "none"]
-    settings = record["settings"]
-    changed = settings[Setting("fully_shard", False).key][1]["moments"]["after backward"]
-    changed |= {"parameter": "Tensor; (7,); (5,); int8", "allocated": ["block"]}
-    differing = lines_of(pages.differences("fully_shard"))
-    assert list(differing) == [NO_GRAD, "after forward", "after backward"]
-    cells = "| DTensor / Tensor | `(3, 4)` / `(7,)` | `(2, 4)` / `(5,)` | float32 / int8 |"
-    assert cells in differing["after backward"]
-    settings[Setting("original", True).key][0]["moments"]["after forward"]["allocated"] = []
-    assert lines_of(pages.memory())["after forward"].split(" | ")[1:3] == ["root or none", "none"]
-    settings[Setting("flat", False).key] = settings[Setting("flat", True).key]
-    assert pages.differences("flat") == "No row differs."
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
+def test_page_has_a_row_for_each_recorded_moment(setting: Setting) -> None:
+    ranks_of_setting = records.load(NAME)["settings"][setting.key]
+    for moment in ranks_of_setting[0]["moments"].keys() - {"before sharding"}:
+        # A cell has the values of both ranks if they differ.
+        seen = [of_rank["moments"][moment]["parameter"].split("; ") for of_rank in ranks_of_setting]
+        kind, shape, local, dtype = (list(dict.fromkeys(values)) for values in zip(*seen, strict=True))
+        shapes = [" / ".join(f"`{value}`" for value in values) for values in (shape, local)]
+        assert f"| {moment} | {' / '.join(kind)} | {' | '.join(shapes)} | {' / '.join(dtype)} |" in PAGE

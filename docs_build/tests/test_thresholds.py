@@ -48,10 +48,9 @@ def test_largest_models_equal_those_of_the_formulas() -> None:
 
 def test_thresholds_table_agrees_with_the_calculated_sizes() -> None:
     rules = " ".join(" ".join(row) for row in rows_of("## Thresholds"))
-    assert "2.5 billion parameters with 80 GB, 0.75 billion with 24 GB" in rules
-    assert (largest(1), largest(1) * 24 / 80) == (2.5, 0.75)
-    assert "3 GPUs of 80 GB for 7 billion, 28 for 70 billion" in rules
-    assert [-(-32 * billions // 80) for billions in (7, 70)] == [3, 28]
+    assert f"{largest(1):g} billion parameters with 80 GB, {largest(1) * 24 / 80:g} billion with 24 GB" in rules
+    fewest = [-(-32 * billions // 80) for billions in (7, 70)]
+    assert "{} GPUs of 80 GB for 7 billion, {} for 70 billion".format(*fewest) in rules
 
 
 def model_crossings(strategy: str, machines: int) -> tuple[float, float]:
@@ -84,16 +83,6 @@ def test_the_tokens_are_those_of_the_formulas() -> None:
         ]
         assert cells == expected
     assert len(table) == 5
-
-
-def test_hybrid_sends_the_traffic_that_the_page_states() -> None:
-    ratios = {n: model_crossings("FULL_SHARD", n)[1] / model_crossings("HYBRID_SHARD", n)[1] for n in (2, 4, 16)}
-    assert {n: f"{ratio:.1f}" for n, ratio in ratios.items()} == {2: "2.8", 4: "1.9", 16: "1.6"}
-    assert "by 2.8 with two machines, by 1.9\nwith four, and by 1.6 with sixteen" in PAGE
-
-
-def test_bytes_of_dtypes_follow_from_their_formula() -> None:
-    assert [row[1] for row in rows_of("### Dtypes")] == [str(2 * low + high) for low, high in ((4, 4), (2, 4), (2, 2))]
 
 
 def test_snippet_that_replaces_the_names_of_torch_works() -> None:
