@@ -7,24 +7,18 @@ with those of a plain model that computes the batches of all ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import MLP, Nested, chain
-from spec_tests.models.running import Wire
 from spec_tests.models.small import (
-    assert_at_rest,
-    assert_gradients,
     assert_trains,
     draw,
     mean_gradients,
@@ -44,7 +38,6 @@ from spec_tests.models.three_units import (
     from_an_input_with_gradient,
     in_a_row,
     left_plain,
-    with_own_layer,
     without_waits,
     wrapper,
 )
@@ -80,69 +73,6 @@ def test_no_shard_unit_is_all_reduced_and_never_all_gathered() -> None:
 # --- pre-backward hooks ---
 
 
-@dataclass
-class Answer:
-    first: Tensor
-    note: str
-    second: Tensor
-
-
-class TwoOutputs(nn.Module):
-    """A block for each of two outputs, which are returned in the container ``kind``."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.left, self.right = kind, MLP(3, 4), MLP(3, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        left, right = self.left(x), self.right(x)
-        if self.kind == "tuple":
-            return left, right
-        if self.kind == "list":
-            return [None, left, 3, right]
-        if self.kind == "dict":
-            return {"first": left, "nested": {"second": (right,)}}
-        return Answer(left, "a note", right)
-
-
-def pick(output: Any, index: int) -> Tensor:
-    """One of the two tensors in a container."""
-    leaves = tree_leaves(vars(output) if isinstance(output, Answer) else output)
-    tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return tensors[index]
-
-
-@pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("kind", ["tuple", "list", "dict", "dataclass"])
-@ranks(2)
-def test_a_backward_may_begin_at_any_tensor_of_a_nested_output(kind: str, index: int) -> None:
-    def build(wrap: Wrap) -> nn.Module:
-        torch.manual_seed(2)
-        return wrap(nn.Sequential(wrap(TwoOutputs(kind).to(device()))))
-
-    def loss(model: nn.Module, rank: int) -> Tensor:
-        return pick(model(draw(rank)), index).square().mean()
-
-    model: Any = build(wrapper())
-    expected = mean_gradients(build(left_plain), loss)
-    unused = "right" if index == 0 else "left"
-    for name, gradient in expected.items():
-        # A flat gradient is one tensor; the gradients of unused parameters are zero in it.
-        if gradient is None:
-            assert unused in name
-            expected[name] = torch.zeros_like(dict(build(left_plain).named_parameters())[name])
-    assert_trains(model, expected, loss)
-
-
-@ranks(2)
-def test_a_loss_may_change_the_output_in_place() -> None:
-    def loss(model: nn.Module, rank: int) -> Tensor:
-        return model(draw(rank)).mul_(2).square().mean()
-
-    model: Any = with_own_layer(wrapper())
-    assert_trains(model, mean_gradients(with_own_layer(left_plain), loss), loss)
-
-
 @ranks(2)
 def test_output_equal_to_the_input_does_not_affect_gradients() -> None:
     class Passing(MLP):
@@ -164,52 +94,6 @@ def test_output_equal_to_the_input_does_not_affect_gradients() -> None:
 
 
 # --- other kinds of backward ---
-
-
-@each_strategy
-@ranks(2)
-def test_a_graph_may_be_run_backward_twice(strategy: ShardingStrategy) -> None:
-    model: Any = with_own_layer(wrapper(sharding_strategy=strategy))
-    loss = square_loss(model, dist.get_rank())
-    loss.backward(retain_graph=True)
-    assert_at_rest(model)
-    loss.backward()
-    assert_at_rest(model)
-    expected = mean_gradients(with_own_layer(left_plain), lambda m, r: 2 * square_loss(m, r))
-    assert_gradients(model, expected)
-
-
-@each_strategy
-@ranks(2)
-def test_autograd_grad_of_input_alone_works(strategy: ShardingStrategy) -> None:
-    model: Any = with_own_layer(wrapper(sharding_strategy=strategy))
-    plain = with_own_layer(left_plain)
-    x = draw(dist.get_rank()).requires_grad_()
-    with Wire() as wire:
-        (gradient,) = torch.autograd.grad(model(x).square().mean(), [x])
-    (expected,) = torch.autograd.grad(plain(x).square().mean(), [x])
-    torch.testing.assert_close(gradient, expected)
-    assert wire.calls().count("RS") == 0
-    assert_at_rest(model)
-    assert all(p.grad is None for p in model.parameters())
-    train_once(model)
-    assert_gradients(model, mean_gradients(plain, square_loss))
-
-
-@each_strategy
-@ranks(2)
-def test_an_evaluation_between_forward_and_backward_changes_nothing(strategy: ShardingStrategy) -> None:
-    model: Any = with_own_layer(wrapper(sharding_strategy=strategy))
-    plain = with_own_layer(left_plain)
-    for _ in range(2):
-        model.zero_grad()
-        loss = square_loss(model, dist.get_rank())
-        with torch.no_grad():
-            output = model(draw(7))
-        torch.testing.assert_close(output, plain(draw(7)).detach())
-        loss.backward()
-        assert_gradients(model, mean_gradients(plain, square_loss))
-        assert_at_rest(model)
 
 
 class Branches(nn.Module):

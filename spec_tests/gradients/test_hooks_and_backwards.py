@@ -17,48 +17,47 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from spec_tests.harness import device, ranks
+from spec_tests.models.apis import Api, every_setting
 from spec_tests.models.gradients import assert_mean_gradients, mean_gradients_of, step_with
 from spec_tests.models.modules import MLP, WIDTH, Block, seeded
-from spec_tests.models.running import batch, iterate, loss_of, recorded_iteration
+from spec_tests.models.running import Wire, batch, iterate, loss_of
 from spec_tests.models.sharding import all_connected, sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
-from spec_tests.prefetch.test_counts import WHOLE
 from spec_tests.subject import fully_shard, trace
 from spec_tests.waiting import comes_true
 
 # --- backward ---
 
 
-@pytest.mark.spec("FS2-13", "NEW-07")
+@pytest.mark.api_spec(wrapper=["FWD-07"], fully_shard=["FS2-13", "NEW-07"])
+@every_setting
 @ranks(2)
-def test_a_graph_that_is_kept_can_be_run_backward_twice() -> None:
-    model = sharded()
+def test_a_graph_that_is_kept_can_be_run_backward_twice(api: Api, strategy: Any) -> None:
+    model = api.shard(strategy=strategy)
     loss = loss_of(model(batch()))
     loss.backward(retain_graph=True)
     loss.backward()
     once = mean_gradients(seeded())
-    assert_same(full_gradients(model), {name: 2 * gradient for name, gradient in once.items()})
+    assert_same(api.gradients(model), {name: 2 * gradient for name, gradient in once.items()})
     model.zero_grad()
-    assert recorded_iteration(model) == WHOLE[None]
+    iterate(model)
+    assert_same(api.gradients(model), once)
 
 
-@pytest.mark.spec("FS2-13")
+@pytest.mark.api_spec(wrapper=["FWD-07"], fully_shard=["FS2-13"])
+@every_setting
 @ranks(2)
-def test_input_gradient_is_correct_and_its_computation_alone_reduces_nothing() -> None:
-    model, plain = sharded(), seeded()
-    for only_input in (True, False):
-        inputs = [batch().requires_grad_() for _ in range(2)]
-        losses = [loss_of(each(x)) for each, x in zip((model, plain), inputs, strict=True)]
-        if only_input:
-            gradients = [torch.autograd.grad(loss, x)[0] for loss, x in zip(losses, inputs, strict=True)]
-        else:
-            for loss in losses:
-                loss.backward()
-            gradients = [x.grad for x in inputs]
-        torch.testing.assert_close(*gradients)
-        if only_input:
-            assert full_gradients(model) == {}
-    assert_same(full_gradients(model), mean_gradients(seeded()))
+def test_input_gradient_is_correct_and_its_computation_alone_reduces_nothing(api: Api, strategy: Any) -> None:
+    model, plain, x = api.shard(strategy=strategy), seeded(), batch().requires_grad_()
+    (expected,) = torch.autograd.grad(loss_of(plain(x)), x)
+    with Wire() as wire:
+        (gradient,) = torch.autograd.grad(loss_of(model(x)), x)
+    torch.testing.assert_close(gradient, expected)
+    assert wire.calls("RS", "AR") == []
+    assert all(parameter.grad is None for parameter in model.parameters())
+    loss_of(model(x)).backward()
+    torch.testing.assert_close(x.grad, expected)
+    assert_same(api.gradients(model), mean_gradients(plain))
 
 
 class Towers(nn.Module):
@@ -287,17 +286,3 @@ def test_gradients_of_parameters_that_tensor_parallelism_replicates_are_summed()
     loss_of(model(batch())).backward()
     sums = {name: 2 * gradient for name, gradient in mean_gradients(plain, [0]).items()}
     assert_same(full_gradients(model), sums, bitwise=False)
-
-
-@pytest.mark.spec("NEW-05")
-@ranks(4)
-def test_a_parameter_of_tensor_parallelism_stays_registered_on_a_smaller_mesh() -> None:
-    mesh = init_device_mesh(device().type, (4, 1), mesh_dim_names=("data", "tensor"))
-    plain, model = (seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH))) for _ in range(2))
-    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
-    fully_shard(model, mesh=mesh["data"], reshard_after_forward=2)
-    registered = model[0].weight
-    loss = loss_of(model(batch()))
-    assert model[0].weight is registered
-    loss.backward()
-    assert_same(full_gradients(model), mean_gradients(plain, [0]), bitwise=False)
