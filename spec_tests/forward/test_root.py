@@ -64,20 +64,18 @@ def test_unit_with_the_first_outer_forward_is_the_root() -> None:
 
 @ranks(2)
 def test_two_trees_in_one_loss_train_both() -> None:
-    one, other = sharded(), shard_each(chain(3))
-    plain = nn.ModuleList([with_own_layer(), chain(3)])
+    models, plain = nn.ModuleList([sharded(), shard_each(chain(3))]), nn.ModuleList([with_own_layer(), chain(3)])
 
     def of_both(models: Any, rank: int) -> Tensor:
         return models[0](models[1](draw(rank))).square().mean()
 
+    expected = mean_gradients(plain, of_both)
     for _ in range(2):
-        one.zero_grad()
-        other.zero_grad()
-        of_both((one, other), dist.get_rank()).backward()
-        expected = mean_gradients(plain, of_both)
-        for index, model in enumerate((one, other)):
+        models.zero_grad()
+        of_both(models, dist.get_rank()).backward()
+        for index, model in enumerate(models):
             prefix = f"{index}."
-            mine = {n.removeprefix(prefix): g for n, g in expected.items() if n.startswith(prefix)}
+            mine = {name.removeprefix(prefix): g for name, g in expected.items() if name.startswith(prefix)}
             assert_gradients(model, mine)
             assert_at_rest(model)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -38,16 +37,12 @@ ORDER = UNITS[::-1]
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-@dataclass
-class Seen:
-    """Records the arguments of each hook call."""
-
-    calls: list[tuple[Tensor, Tensor | None]] = field(default_factory=list)
+Calls = list[tuple[Tensor, Tensor | None]]
 
 
-def note_and_fill(state: Seen, grad: Tensor, out: Tensor | None = None) -> None:
+def note_and_fill(state: Calls, grad: Tensor, out: Tensor | None = None) -> None:
     """Records its arguments and sets the gradient to 5 everywhere."""
-    state.calls.append((grad.clone(), None if out is None else out.clone()))
+    state.append((grad.clone(), None if out is None else out.clone()))
     (grad if out is None else out).fill_(5.0)
 
 
@@ -84,13 +79,13 @@ def test_the_hook_combines_the_gradients_of_the_root_and_of_all_units_below_in_e
     strategy: ShardingStrategy, use_orig_params: bool
 ) -> None:
     model = wrapped(sharding_strategy=strategy, use_orig_params=use_orig_params)
-    seen = Seen()
+    seen: Calls = []
     assert model.register_comm_hook(seen, note_and_fill) is None
     with Wire() as wire:
         for step in range(3):
             iterate(model, step)
     assert not {"RS", "AR"} & set(wire.kinds()), "only the hook communicates gradients"
-    assert len(seen.calls) == 3 * len(UNITS)
+    assert len(seen) == 3 * len(UNITS)
     gradients = whole(model, group=group_of(strategy))[1]
     assert sorted(gradients) == sorted(named(seeded()))
     assert all((gradient == 15.0).all() for gradient in gradients.values()), "gradients accumulate"
@@ -108,12 +103,12 @@ def test_comm_hook_of_a_sharded_unit_gets_the_padded_unsharded_gradient_and_an_o
 ) -> None:
     plain = seeded(odd)
     model = wrapped(seeded(odd), sharding_strategy=strategy, use_orig_params=use_orig_params)
-    seen = Seen()
+    seen: Calls = []
     model.register_comm_hook(seen, note_and_fill)
     iterate(model)
     rows = flattened(plain, local_gradients(plain, [0], dist.get_rank()))
     assert any(row.numel() % 2 for row in rows.values())
-    for unit, (grad, out) in zip(ORDER, seen.calls, strict=True):
+    for unit, (grad, out) in zip(ORDER, seen, strict=True):
         size = rows[unit].numel()
         assert grad.dim() == out.dim() == 1
         assert grad.numel() == size + size % 2, "padded to a multiple of the number of ranks"
@@ -165,29 +160,16 @@ def test_comm_hook_of_an_unsharded_unit_changes_the_gradient_in_place(
         assert_same(gradients, {name: 2.0 * gradient for name, gradient in mine.items()}, bitwise=True)
 
 
-@pytest.mark.spec("HOOK-03")
-@ranks(2)
-def test_comm_hook_may_replace_the_data_of_the_gradient() -> None:
-    model = wrapped(sharding_strategy=NO_SHARD)
-
-    def replace(state: None, grad: Tensor) -> None:
-        grad.data = torch.full_like(grad, 3.0)
-
-    model.register_comm_hook(None, replace)
-    iterate(model)
-    assert all((parameter.grad == 3.0).all() for parameter in model.parameters())
-
-
 @pytest.mark.spec("HOOK-02")
 @sharding
 @ranks(2)
 def test_hook_gets_gradients_in_the_dtype_of_the_reduction(strategy: ShardingStrategy) -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float16)
     model = wrapped(sharding_strategy=strategy, mixed_precision=precision)
-    seen = Seen()
+    seen: Calls = []
     model.register_comm_hook(seen, note_and_fill)
     iterate(model)
-    assert {(grad.dtype, out.dtype) for grad, out in seen.calls} == {(torch.float16, torch.float16)}
+    assert {(grad.dtype, out.dtype) for grad, out in seen} == {(torch.float16, torch.float16)}
     for parameter in model.parameters():
         assert parameter.grad.dtype is torch.float32
         assert (parameter.grad == 5.0).all()
@@ -199,14 +181,14 @@ def test_hook_gets_gradients_in_the_dtype_of_the_reduction(strategy: ShardingStr
 def test_comm_hook_is_not_called_inside_no_sync_and_gets_the_sum_afterwards(strategy: ShardingStrategy) -> None:
     plain = seeded()
     model = wrapped(sharding_strategy=strategy)
-    seen = Seen()
+    seen: Calls = []
     model.register_comm_hook(seen, note_and_fill)
     with model.no_sync():
         iterate(model, 0)
-    assert seen.calls == []
+    assert seen == []
     iterate(model, 1)
     rows = flattened(plain, local_gradients(plain, [0, 1], dist.get_rank()))
-    for unit, (grad, _) in zip(ORDER, seen.calls, strict=True):
+    for unit, (grad, _) in zip(ORDER, seen, strict=True):
         assert_same({unit: grad.reshape(-1)}, {unit: rows[unit]}, bitwise=False)
 
 
@@ -281,100 +263,60 @@ def test_a_compressing_hook_reduces_in_low_precision_and_trains(strategy: Shardi
     assert losses[4] < 0.9 * losses[0]
 
 
-@pytest.mark.accelerator
-@pytest.mark.spec("HOOK-07")
-@flat_strategies
-@ranks(2)
-def test_the_compressing_hooks_that_come_with_torch_can_be_used(strategy: ShardingStrategy) -> None:
-    for hook in (default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook):
-        model = wrapped(sharding_strategy=strategy)
-        model.register_comm_hook(default_hooks.LowPrecisionState(dist.group.WORLD), hook)
-        iterate(model)
-        gradients = whole(model, group=group_of(strategy))[1]
-        torch.testing.assert_close(gradients, mean_gradients(seeded()), rtol=0.02, atol=0.01)
-
-
-@dataclass
-class Gossip:
-    """Selects each rank's partner. The partner changes every iteration, so a value reaches all ranks after a few."""
-
-    pairings: list[dist.ProcessGroup]
-    calls_per_iteration: int
-    num_calls: int = 0
-
-    def partners(self) -> dist.ProcessGroup:
-        iteration = self.num_calls // self.calls_per_iteration
-        self.num_calls += 1
-        return self.pairings[iteration % len(self.pairings)]
-
-
-def gossip(state: Gossip, grad: Tensor) -> None:
-    """Averages with one partner instead of with all ranks."""
-    dist.all_reduce(grad, group=state.partners())
-    grad.div_(2.0)
-
-
-@pytest.mark.spec("HOOK-07")
+@pytest.mark.spec("HOOK-03", "HOOK-07")
 @ranks(4)
 def test_a_gossiping_hook_averages_with_another_partner_in_each_iteration() -> None:
     neighbours, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     across, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    pairs = {"group": neighbours}
+
+    def average_with_partner(state: dict[str, Any], grad: Tensor) -> None:
+        reduced = grad.clone()
+        dist.all_reduce(reduced, group=state["group"])
+        # A hook may also replace the memory of the gradient.
+        grad.data = reduced / 2.0
+
     model = wrapped(sharding_strategy=NO_SHARD)
-    model.register_comm_hook(Gossip([neighbours, across], len(UNITS)), gossip)
+    model.register_comm_hook(pairs, average_with_partner)
     rank = dist.get_rank()
-    for step, partners in enumerate([(rank, rank ^ 1), (rank, rank ^ 2), (rank, rank ^ 1)]):
+    for step, (pairs["group"], partner) in enumerate([(neighbours, rank ^ 1), (across, rank ^ 2)]):
         model.zero_grad()
         iterate(model, step)
-        of_pair = [local_gradients(seeded(), [step], partner) for partner in partners]
-        expected = {name: (of_pair[0][name] + of_pair[1][name]) / 2 for name in of_pair[0]}
+        mine, theirs = (local_gradients(seeded(), [step], one) for one in (rank, partner))
+        expected = {name: (mine[name] + theirs[name]) / 2 for name in mine}
         assert_same(whole(model, group="nobody")[1], expected, bitwise=True)
 
 
 # --- errors ---
 
 
-def check_nothing_is_registered(model: FullyShardedDataParallel) -> None:
-    iterate(model)
-    is_hybrid = model.sharding_strategy in HYBRID_STRATEGIES
-    group = model.process_group if is_hybrid else group_of(model.sharding_strategy)
-    assert_same(whole(model, group=group)[1], mean_gradients(seeded()))
-
-
 @pytest.mark.spec("HOOK-08")
 @flat_strategies
 @ranks(2)
-def test_a_second_registration_is_refused_and_the_first_hook_stays(strategy: ShardingStrategy) -> None:
+def test_a_second_registration_is_refused_also_after_a_forward_and_the_first_hook_stays(
+    strategy: ShardingStrategy,
+) -> None:
     model = wrapped(sharding_strategy=strategy)
-    seen = Seen()
+    seen: Calls = []
     model.register_comm_hook(seen, note_and_fill)
-    for hook in (average, note_and_fill):
+    for num_before in range(2):
         with pytest.raises(AssertionError, match=rf"rank {dist.get_rank()}.*already registered"):
-            model.register_comm_hook(None, hook)
-    iterate(model)
-    assert len(seen.calls) == len(UNITS)
-
-
-@pytest.mark.spec("HOOK-08")
-@ranks(2)
-def test_a_second_registration_after_a_forward_is_called_a_second_one() -> None:
-    model = wrapped()
-    model.register_comm_hook(Seen(), note_and_fill)
-    iterate(model)
-    with pytest.raises(AssertionError, match="already registered"):
-        model.register_comm_hook(None, average)
+            model.register_comm_hook(None, average)
+        iterate(model)
+        assert len(seen) == (1 + num_before) * len(UNITS)
 
 
 @pytest.mark.spec("HOOK-08")
 @ranks(2)
 def test_a_hook_for_a_larger_model_is_refused_if_an_inner_unit_already_has_one() -> None:
     inner = wrapped()
-    seen = Seen()
+    seen: Calls = []
     inner.register_comm_hook(seen, note_and_fill)
     model = FullyShardedDataParallel(nn.Sequential(nn.Linear(WIDTH, WIDTH), inner).to(device()))
     with pytest.raises(AssertionError, match="already registered"):
         model.register_comm_hook(None, average)
     iterate(model)
-    assert len(seen.calls) == len(UNITS)
+    assert len(seen) == len(UNITS)
 
 
 @pytest.mark.spec("HOOK-09")
@@ -385,9 +327,11 @@ def test_comm_hook_must_be_registered_before_the_first_forward(strategy: Shardin
         model = wrapped(sharding_strategy=strategy)
         with torch.set_grad_enabled(not evaluates):
             model(batch())
+        seen: Calls = []
         with pytest.raises(RuntimeError, match=rf"rank {dist.get_rank()}.*after the first forward"):
-            model.register_comm_hook(None, average)
-        check_nothing_is_registered(model)
+            model.register_comm_hook(seen, note_and_fill)
+        iterate(model)
+        assert seen == []
 
 
 @pytest.mark.spec("HOOK-10")
@@ -395,31 +339,21 @@ def test_comm_hook_must_be_registered_before_the_first_forward(strategy: Shardin
 @ranks(2)
 def test_a_hook_must_be_callable_and_belong_to_the_root(strategy: ShardingStrategy) -> None:
     model = wrapped(sharding_strategy=strategy)
+    inner, seen = model.module.blocks[1], list[Any]()
     for hook in (None, 3, "average"):
         with refused(ValueError, "callable"):
             model.register_comm_hook(None, hook)
-    inner = model.module.blocks[1]
-    with refused(AssertionError, "root"):
-        inner.register_comm_hook(None, note_and_fill)
-    check_nothing_is_registered(model)
-    with refused(AssertionError, "root"):
-        inner.register_comm_hook(None, note_and_fill)
-
-
-@pytest.mark.spec("HOOK-10")
-@pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
-@ranks(4)
-def test_hybrid_strategies_take_no_hook(strategy: ShardingStrategy) -> None:
-    model = wrapped(sharding_strategy=strategy)
-    with pytest.raises(AssertionError, match=rf"rank {dist.get_rank()}.*hybrid"):
-        model.register_comm_hook(Seen(), note_and_fill)
-    check_nothing_is_registered(model)
+    for _ in range(2):
+        with refused(AssertionError, "root"):
+            inner.register_comm_hook(seen, note_and_fill)
+        iterate(model)
+    assert seen == []
 
 
 @pytest.mark.spec("HOOK-10")
 @pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
 @ranks(2)
-def test_hybrid_without_replicas_takes_no_hook_but_hybrid_without_shards_takes_one(strategy: ShardingStrategy) -> None:
+def test_hybrid_strategies_take_no_hook_except_without_shards(strategy: ShardingStrategy) -> None:
     alone, _ = dist.new_subgroups_by_enumeration([[0], [1]])
 
     def hybrid(module: nn.Module, *groups: dist.ProcessGroup) -> FullyShardedDataParallel:
@@ -429,6 +363,17 @@ def test_hybrid_without_replicas_takes_no_hook_but_hybrid_without_shards_takes_o
     around_hybrid.blocks[0] = hybrid(around_hybrid.blocks[0], dist.group.WORLD, alone)
     for model in (hybrid(seeded(), dist.group.WORLD, alone), FullyShardedDataParallel(around_hybrid)):
         with refused(AssertionError, "hybrid"):
-            model.register_comm_hook(Seen(), note_and_fill)
+            model.register_comm_hook([], note_and_fill)
     # The strategy falls back to NO_SHARD, with a warning (CTOR-18).
     hybrid(seeded(), alone, dist.group.WORLD).register_comm_hook(None, average)
+
+
+@pytest.mark.spec("HOOK-10")
+@pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
+@ranks(4)
+def test_hybrid_strategies_with_replicas_take_no_hook(strategy: ShardingStrategy) -> None:
+    model, seen = wrapped(sharding_strategy=strategy), list[Any]()
+    with pytest.raises(AssertionError, match=rf"rank {dist.get_rank()}.*hybrid"):
+        model.register_comm_hook(seen, note_and_fill)
+    iterate(model)
+    assert seen == []

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from minifsdp import set_reduction_overlap
 from spec_tests.harness import device, ranks
 from spec_tests.models.kinds import every_kind, shard
+from spec_tests.models.running import iterate
+from spec_tests.models.sharding import wrapped
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import ShardingStrategy
 
@@ -40,10 +42,6 @@ class Model(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.add(self.before(x)) * x.detach()
-
-
-def both() -> Any:
-    return dist.init_device_mesh(device().type, (2,))
 
 
 def batch(rank: int, number: int = 0) -> Tensor:
@@ -164,22 +162,6 @@ def test_user_code_may_change_the_input_gradient_during_the_reduction_of_the_uni
     assert parameter.grad is not None and parameter.grad.unique().tolist() == [1.5]
 
 
-@pytest.mark.spec("GRAD-01")
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
-@ranks(2)
-def test_gradient_that_a_hook_of_a_flat_parameter_keeps_does_not_change(strategy: str) -> None:
-    model = FSDP(nn.Linear(4, 4), sharding_strategy=ShardingStrategy[strategy], device_id=device())
-    (flat,) = model.parameters()
-    kept: list[tuple[Tensor, Tensor]] = []
-    flat.register_hook(lambda gradient: kept.append((gradient, gradient.clone())))
-    with model.no_sync():
-        for _ in range(2):
-            model(torch.ones(2, 4, device=device()) + dist.get_rank()).sum().backward()
-    model(torch.ones(2, 4, device=device()) + dist.get_rank()).sum().backward()
-    assert len(kept) == 3
-    assert all(torch.equal(gradient, before) for gradient, before in kept)
-
-
 class AddView(Add):
     """Adds a view of a parameter, so autograd passes a view of the gradient to it."""
 
@@ -210,3 +192,22 @@ def test_accumulation_without_reduction_does_not_change_gradients_of_inputs(opti
     for number, x in enumerate(inputs):
         model(x).backward(torch.full_like(x, 1.0 + number))
     assert [x.grad.unique().tolist() for x in inputs if x.grad is not None] == [[1.0], [2.0]]
+
+
+@pytest.mark.spec("PROG-40", "NEW-24")
+@pytest.mark.parametrize("overlaps", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@ranks(2)
+def test_a_gradient_that_a_hook_has_expanded_is_reduced(strategy: ShardingStrategy, overlaps: bool) -> None:
+    """Defect: a collective reads the memory of a tensor that is not contiguous."""
+    model = wrapped(sharding_strategy=strategy)
+    set_reduction_overlap(model, overlaps)
+    flat = list(model.parameters())
+    for parameter in flat:
+        parameter.register_hook(lambda gradient: torch.ones((), device=gradient.device).expand_as(gradient))
+    iterate(model)
+    assert all(torch.equal(parameter.grad, torch.ones_like(parameter)) for parameter in flat)
+    with model.no_sync():
+        iterate(model, 1)
+    iterate(model, 2)
+    assert all(torch.equal(parameter.grad, torch.full_like(parameter, 3.0)) for parameter in flat)
