@@ -111,7 +111,7 @@ def test_equal_units_in_another_order_cause_one_warning_that_names_them(api: str
     assert_names_both_layers(text)
 
 
-@pytest.mark.spec("ORDER-01", "ORDER-02", "ORDER-03", "ORDER-07", "NEW-19")
+@pytest.mark.spec("ORDER-01", "ORDER-02", "ORDER-03", "ORDER-07", "NEW-19", "DEBUG-07")
 @pytest.mark.parametrize("num_before", [0, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("api", APIS)

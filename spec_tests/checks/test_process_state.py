@@ -114,7 +114,7 @@ def all_gather_of(number: int) -> None:
 
 
 def results_of_ranks(start: str, body: Callable[..., None], *arguments: Any) -> list[Any]:
-    """What two new processes put into the queue ``seen``, the last argument of ``body``."""
+    """The objects that two new processes put into the queue ``seen``, the last argument of ``body``."""
     context: Any = pool.fork_server() if start == "forked" else multiprocessing.get_context("spawn")
     seen = context.Queue()
     ranks = [context.Process(target=body, args=(rank, *arguments, seen)) for rank in range(2)]

@@ -16,14 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from spec_tests.checkpoint.checkpoints import is_plain
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, ranks
-from spec_tests.models.modules import UNITS, WIDTH, Block, Scale, seeded
+from spec_tests.models.modules import WIDTH, Block, Scale, seeded
 from spec_tests.models.running import batch, iterate, loss_of
 from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, wrapped
 from spec_tests.models.values import (
     assert_same,
-    chunked,
-    flat_gradients,
-    flat_parameters,
     full_values,
     mean_gradients,
     named,
@@ -269,26 +266,6 @@ def test_evaluation_before_a_backward_with_recomputation_changes_nothing(
     assert_step_moves_by(model, plain, mean_gradients(plain))
 
 
-@pytest.mark.spec("FWD-07")
-@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
-@ranks(2)
-def test_accumulation_outside_no_sync_reduces_in_each_backward_and_adds_up_shards(strategy: ShardingStrategy) -> None:
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy)
-    parts, index = (1, 0) if strategy is NO_SHARD else (2, dist.get_rank())
-    total: dict[str, Tensor] = {}
-    for step in range(3):
-        with trace.record() as recorder:
-            iterate(model, step)
-        reduced = sorted(event.unit for event in recorder.events if event.kind in ("RS", "AR"))
-        assert reduced == sorted(UNITS), "each unit once in each backward"
-        mean = mean_gradients(plain, [step])
-        total = {name: total[name] + mean[name] for name in mean} if total else mean
-        assert_same(flat_gradients(model), chunked(plain, total, parts, index), bitwise=True)
-        for parameter in flat_parameters(model).values():
-            assert parameter.grad.shape == parameter.shape
-
-
 @pytest.mark.spec("FWD-08", "ORIG-08", "ORIG-09")
 @pytest.mark.parametrize(("caller", "set_to_none"), [("model", False), ("optimizer", True), ("model", True)])
 @pytest.mark.parametrize("is_unsharded", [False, True])
@@ -311,30 +288,3 @@ def test_zero_grad_clears_the_gradients_of_every_unit(
         assert [parameter.grad for parameter in owned] == [None] * len(owned)
     (loss_of(model(batch())) if loss is None else loss).backward()
     assert_step_moves_by(model, plain, mean_gradients(plain))
-
-
-@pytest.mark.spec("FWD-08", "NOSYNC-10")
-@pytest.mark.parametrize(("caller", "set_to_none"), [("model", False), ("optimizer", False), ("model", True)])
-@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
-@flat_or_original
-@ranks(2)
-def test_zero_grad_after_no_sync_also_clears_the_stored_reduced_gradient(
-    keep: bool, strategy: ShardingStrategy, caller: str, set_to_none: bool
-) -> None:
-    """While ``.grad`` has an unreduced gradient, the unit stores the reduced one, which must be cleared as well."""
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    iterate(model, 5)
-    with model.no_sync():
-        iterate(model, 6)
-    (optimizer if caller == "optimizer" else model).zero_grad(set_to_none=set_to_none)
-    shown = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert bool(shown) is not set_to_none
-    assert not any(gradient.any() for gradient in shown)
-    assert_a_step_uses_the_mean_gradient_alone(model, plain)
-    # Check again when all gradients are in `.grad`.
-    optimizer.zero_grad(set_to_none=False)
-    before = full_values(model)
-    optimizer.step()
-    assert_same(full_values(model), before, bitwise=True)

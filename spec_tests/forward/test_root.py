@@ -16,14 +16,12 @@ from spec_tests.models.small import (
     assert_gradients,
     assert_trains,
     draw,
-    halve_all,
     mean_gradients,
     shard_each,
     square_loss,
-    train_once,
     units_of,
 )
-from spec_tests.models.three_units import FULL, KEEP, NONE, each_strategy
+from spec_tests.models.three_units import FULL, NONE, each_strategy
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import ShardingStrategy
 
@@ -107,57 +105,3 @@ def test_root_takes_over_submodule_that_ran_alone(strategy: ShardingStrategy, or
     assert part._root_state is model._root_state
     assert part._unit.name == "0"
     assert part._unit.policy.reshard_after_forward is (strategy is FULL), "only the root is kept"
-
-
-# --- no stale weights ---
-
-
-def replace_all(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.data = parameter.data * 0.5
-
-
-def step_all(model: nn.Module) -> None:
-    parameters = list(model.parameters())
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    torch.optim.SGD(parameters, lr=0.125).step()
-    for parameter in parameters:
-        parameter.grad = None
-
-
-def load_all(model: nn.Module) -> None:
-    """Changes the unsharded parameters inside ``summon_full_params``."""
-    if not isinstance(model, FSDP):
-        halve_all(model)
-        return
-    with FSDP.summon_full_params(model):
-        halve_all(model)
-
-
-CHANGES = {"in place": halve_all, "other memory": replace_all, "a step": step_all, "while summoned": load_all}
-
-
-@pytest.mark.spec("SHARD-05", "SHARD-08")
-@pytest.mark.parametrize("original", [False, True])
-@pytest.mark.parametrize("change", CHANGES)
-@each_strategy
-@ranks(2)
-def test_parameters_that_changed_after_a_forward_without_backward_are_new_in_the_next_forward(
-    strategy: ShardingStrategy, change: str, original: bool
-) -> None:
-    if original and strategy is KEEP and change != "while summoned":
-        # The registered parameters are then the all-gathered copies (ORIG-09), and changes to them are lost (FWD-05).
-        strategy = FULL
-    model = sharded(sharding_strategy=strategy, use_orig_params=original)
-    plain = with_own_layer()
-    train_once(model)
-    model.zero_grad()
-    for _ in range(2):
-        model(draw(4))
-        CHANGES[change](model)
-        CHANGES[change](plain)
-        torch.testing.assert_close(model(draw(5)), plain(draw(5)))
-    train_once(model)
-    assert_gradients(model, mean_gradients(plain, square_loss))
-    assert_at_rest(model)

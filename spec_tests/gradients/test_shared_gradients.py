@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from minifsdp import set_reduction_overlap
 from spec_tests.harness import device, ranks
+from spec_tests.models.apis import ORIGINALS
 from spec_tests.models.kinds import every_kind, shard
 from spec_tests.models.running import iterate
 from spec_tests.models.sharding import wrapped
@@ -48,45 +50,28 @@ def batch(rank: int, number: int = 0) -> Tensor:
     return torch.full((4, 4), 1.0 + rank + 2 * number, device=device())
 
 
-def gradients_of_plain(counts: int, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Gradients of a single process: the mean over ranks of the sum over micro-batches."""
-    model = Model().to(device(), dtype)
-    for rank in range(dist.get_world_size()):
-        for number in range(counts):
-            (model(batch(rank, number).to(dtype)).sum() / dist.get_world_size()).backward()
-    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
-
-
-def full_gradients(model: FSDP) -> dict[str, Tensor]:
-    with FSDP.summon_full_params(model, with_grads=True):
-        names = {name.replace("_fsdp_wrapped_module.", ""): p for name, p in model.named_parameters()}
-        return {name: p.grad.clone() for name, p in names.items() if p.grad is not None}
-
-
 @pytest.mark.spec("GRAD-01")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("counts", [1, 3])
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @ranks(2)
 def test_a_gradient_that_shares_memory_with_another_one_changes_neither(
-    strategy: ShardingStrategy, counts: int, dtype: torch.dtype
+    strategy: ShardingStrategy, num_micro_batches: int, dtype: torch.dtype
 ) -> None:
-    model = Model().to(device(), dtype)
-    options: dict[str, Any] = {"sharding_strategy": strategy, "device_id": device(), "use_orig_params": True}
-    model.add = FSDP(model.add, **options)  # type: ignore[assignment]
-    model.before = FSDP(model.before, **options)  # type: ignore[assignment]
-    wrapped = FSDP(model, **options)
-    for number in range(counts):
-        context = wrapped.no_sync() if number < counts - 1 else contextlib.nullcontext()
-        with context:
-            x = batch(dist.get_rank(), number).to(dtype).requires_grad_()
-            plain = Model().to(device(), dtype)
-            (expected,) = torch.autograd.grad(plain(y := x.detach().requires_grad_()).sum(), y)
-            wrapped(x).sum().backward()
-            assert x.grad is not None
-            assert torch.allclose(x.grad, expected, rtol=1e-2)
-    for name, gradient in full_gradients(wrapped).items():
-        assert torch.allclose(gradient, gradients_of_plain(counts, dtype)[name], rtol=1e-2), name
+    plain = Model().to(device(), dtype)
+    model = ORIGINALS.shard(copy.deepcopy(plain), unit_classes=(nn.Linear, Add), strategy=strategy)
+    for number in range(num_micro_batches):
+        is_last = number == num_micro_batches - 1
+        inputs = [batch(rank, number).to(dtype).requires_grad_() for rank in range(2)]
+        # The mean over the ranks of the sum over the micro-batches.
+        for x in inputs:
+            (plain(x).sum() / 2).backward()
+        mine = inputs[dist.get_rank()].detach().requires_grad_()
+        with contextlib.nullcontext() if is_last else model.no_sync():
+            model(mine).sum().backward()
+        torch.testing.assert_close(mine.grad, 2 * inputs[dist.get_rank()].grad)
+    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    torch.testing.assert_close(ORIGINALS.gradients(model), expected)
 
 
 @pytest.mark.spec("GRAD-01")
