@@ -10,6 +10,7 @@ import contextlib
 import copy
 import io
 import re
+import time
 import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -315,3 +316,21 @@ def test_order_check_issues_one_small_collective_that_modes_do_not_count(api: st
         step(model)
     assert asked == [24]
     assert wire.calls().count("AG") == 4
+
+
+@pytest.mark.spec("ORDER-12")
+@pytest.mark.gpu
+@pytest.mark.own_gpus
+@pytest.mark.parametrize("api", APIS)
+@ranks(2)
+def test_ranks_raise_in_the_same_step_although_one_device_is_three_seconds_late(api: str) -> None:
+    model, begin = sharded(api), time.monotonic()
+    for _ in range(2):
+        step(model)
+    if dist.get_rank() == 1:
+        torch.cuda._sleep(6_000_000_000)
+    with debug("order"):
+        step(model, "10" if dist.get_rank() else "01")
+    with pytest.raises(RuntimeError, match="the ranks issued different collectives"):
+        step(model)
+    assert time.monotonic() - begin < 30

@@ -178,9 +178,12 @@ def step(run: Run) -> Named:
 def clip(run: Run) -> Named:
     run.loss().backward()
     if run.api is None:
-        return {"norm": nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)}
-    with run.mode():
-        return {"norm": run.api.clip(run.model, 0.5)}
+        norm = nn.utils.clip_grad_norm_(run.model.parameters(), 0.5)
+    else:
+        with run.mode():
+            norm = run.api.clip(run.model, 0.5)
+    run.optimizer.step()
+    return {"norm": norm}
 
 
 def zero_grad(run: Run) -> Named:
@@ -210,12 +213,11 @@ def full_params(run: Run) -> Named:
 
 
 def changed_full_params(run: Run) -> Named:
-    if run.api == FULLY_SHARD or run.api is None:
+    with contextlib.ExitStack() as stack:
+        if run.api not in (FULLY_SHARD, None):
+            stack.enter_context(run.mode())
+            stack.enter_context(FullyShardedDataParallel.summon_full_params(run.model))
         with torch.no_grad():
-            for parameter in run.model.parameters():
-                parameter.mul_(0.5)
-    else:
-        with run.mode(), FullyShardedDataParallel.summon_full_params(run.model), torch.no_grad():
             for parameter in run.model.parameters():
                 parameter.mul_(0.5)
     return {}

@@ -45,6 +45,13 @@ def values(number: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
     return (drawn > 0) if dtype is torch.bool else drawn.to(dtype)
 
 
+def group_with_transport(least_bytes: int) -> Group:
+    """The group of all ranks, with a transport that sends shards of fewer bytes in gloo's thread."""
+    group: Any = world()
+    vars(group)["transport"] = gloo.Transport(group.process_group._get_backend(torch.device("cpu")), least_bytes)
+    return group
+
+
 # 0 selects the transport's messages, and 2**30 selects gloo's thread.
 WAYS = pytest.mark.parametrize("least_bytes", [0, 2**30], ids=["large", "small"])
 
@@ -55,14 +62,13 @@ WAYS = pytest.mark.parametrize("least_bytes", [0, 2**30], ids=["large", "small"]
 @WAYS
 @ranks(2)
 def test_two_ranks_all_gather_and_reduce_scatter_correctly(number: int, dtype: torch.dtype, least_bytes: int) -> None:
-    transport = gloo.Transport(world().process_group._get_backend(torch.device("cpu")), least_bytes)
-    rank = dist.get_rank()
+    group, rank = group_with_transport(least_bytes), dist.get_rank()
     output = torch.empty(2 * number, dtype=dtype)
-    transport.all_gather_single(output, values(number, rank, dtype), AllgatherOptions()).wait()
+    collectives.all_gather(group, output, values(number, rank, dtype)).wait()
     assert torch.equal(output, torch.cat([values(number, 0, dtype), values(number, 1, dtype)]))
     if dtype is not torch.bool:
         local_shard = torch.empty(number, dtype=dtype)
-        transport.reduce_scatter_single(local_shard, values(2 * number, rank, dtype), None).wait()
+        collectives.reduce_scatter(group, local_shard, values(2 * number, rank, dtype)).wait()
         first, second = (values(2 * number, each, dtype).tensor_split(2)[rank] for each in range(2))
         assert torch.equal(local_shard, first + second)
 
@@ -72,12 +78,11 @@ def test_two_ranks_all_gather_and_reduce_scatter_correctly(number: int, dtype: t
 @WAYS
 @ranks(4)
 def test_four_ranks_sum_in_the_order_of_the_ranks(dtype: torch.dtype, least_bytes: int) -> None:
-    transport = gloo.Transport(world().process_group._get_backend(torch.device("cpu")), least_bytes)
-    rank = dist.get_rank()
+    group, rank = group_with_transport(least_bytes), dist.get_rank()
     output, local_shard = torch.empty(400, dtype=dtype), torch.empty(100, dtype=dtype)
-    transport.all_gather_single(output, values(100, rank, dtype), AllgatherOptions()).wait()
+    collectives.all_gather(group, output, values(100, rank, dtype)).wait()
     assert torch.equal(output, torch.cat([values(100, each, dtype) for each in range(4)]))
-    transport.reduce_scatter_single(local_shard, values(400, rank, dtype), None).wait()
+    collectives.reduce_scatter(group, local_shard, values(400, rank, dtype)).wait()
     of_ranks = [values(400, each, dtype).chunk(4)[rank] for each in range(4)]
     assert torch.equal(local_shard, ((of_ranks[0] + of_ranks[1]) + of_ranks[2]) + of_ranks[3])
 
