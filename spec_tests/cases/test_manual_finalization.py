@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed.fsdp as torch_fsdp
-from torch.distributed.device_mesh import init_device_mesh
 
 import minifsdp
-from spec_tests.harness import device, ranks
+from spec_tests.harness import ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, loss_of
+from spec_tests.models.sharding import column_mesh
+from spec_tests.models.values import assert_same, full_gradients
 from spec_tests.oracles import count_collectives
 
 LIBRARIES = [minifsdp, torch_fsdp] if hasattr(torch_fsdp, "GradientReductionHandle") else [minifsdp]
@@ -58,9 +58,9 @@ def test_finalize_backward_reduces_the_gradients_of_all_backwards_once(async_op:
         for number in range(3):
             usual.set_requires_gradient_sync(number == 2)
             backward(usual, 10 * step + number)
-        for found, expected in zip(model.parameters(), usual.parameters(), strict=True):
-            assert torch.equal(found.grad.to_local(), expected.grad.to_local())
-            found.grad = expected.grad = None
+        assert_same(full_gradients(model), full_gradients(usual))
+        model.zero_grad()
+        usual.zero_grad()
     # Automatic again.
     backward(model)
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -94,99 +94,81 @@ def test_finalize_backward_before_the_first_forward_does_nothing() -> None:
 # --- mistakes ---
 
 
-def without_manual_mode(library: Any) -> None:
-    model = sharded_by(library)
-    backward(model)
-    model.finalize_backward()
-
-
-def on_a_block(library: Any) -> None:
-    model = sharded_by(library)
-    model.set_manual_backward_finalization(True)
+def finalized_by_a_block(model: Any) -> None:
     backward(model)
     model.blocks[0].finalize_backward()
 
 
-def mode_of_a_block(library: Any) -> None:
-    model = sharded_by(library)
-    backward(model)
-    model.blocks[0].set_manual_backward_finalization(True)
-
-
-def mode_of_a_block_before_the_first_forward(library: Any) -> None:
-    model = sharded_by(library)
-    model.blocks[0].set_manual_backward_finalization(True)
-    backward(model)
-
-
-def twice(library: Any) -> None:
-    model = sharded_by(library)
-    model.set_manual_backward_finalization(True)
+def twice(model: Any) -> None:
     backward(model)
     model.finalize_backward(async_op=True)
     model.finalize_backward()
 
 
-def reset_and_waited_for(library: Any) -> None:
-    model = sharded_by(library)
-    model.set_manual_backward_finalization(True)
+def reset_and_waited_for(model: Any) -> None:
     backward(model)
     handle = model.finalize_backward(async_op=True)
     model.reset_iter_state()
     handle.wait()
 
 
-def mode_changed_after_backward(library: Any) -> None:
-    model = sharded_by(library)
-    model.set_manual_backward_finalization(True)
+def mode_changed_after_backward(model: Any) -> None:
     backward(model)
     model.set_manual_backward_finalization(False)
 
 
-def mode_changed_in_backward(library: Any) -> None:
-    model = sharded_by(library)
-    model.blocks[0].register_full_backward_pre_hook(lambda *_: model.set_manual_backward_finalization(True))
+def mode_changed_in_backward(model: Any) -> None:
+    model.blocks[0].register_full_backward_pre_hook(lambda *_: model.set_manual_backward_finalization(False))
     backward(model)
 
 
-def in_backward(library: Any) -> None:
-    model = sharded_by(library)
-    model.set_manual_backward_finalization(True)
+def finalized_in_backward(model: Any) -> None:
     model.blocks[0].register_full_backward_pre_hook(lambda *_: model.finalize_backward())
     backward(model)
 
 
-def replicas_that_are_not_all_reduced(library: Any) -> None:
-    mesh = init_device_mesh(device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = sharded_by(library, mesh=mesh)
-    model.set_manual_backward_finalization(True)
+def replicas_that_are_not_all_reduced(model: Any) -> None:
     model.set_requires_all_reduce(False)
     backward(model)
     model.finalize_backward()
 
 
-MISTAKES: dict[str, tuple[Callable[[Any], None], str]] = {
-    "not manual": (without_manual_mode, r"set_manual_backward_finalization\(True\)"),
-    "a block": (on_a_block, "root"),
-    "mode of a block": (mode_of_a_block, "root"),
-    "mode of a block, first": (mode_of_a_block_before_the_first_forward, "root"),
-    "twice": (twice, "wait"),
-    "reset": (reset_and_waited_for, "handle"),
-    "mode after backward": (mode_changed_after_backward, "mode"),
-    "mode in backward": (mode_changed_in_backward, "mode"),
-    "in backward": (in_backward, "backward"),
-    "not all-reduced": (replicas_that_are_not_all_reduced, "all-?reduce|partial"),
-}
+@pytest.mark.spec("NEW-25")
+@pytest.mark.parametrize(
+    ("mistake", "words"),
+    [
+        (finalized_by_a_block, "root"),
+        (twice, "wait"),
+        (reset_and_waited_for, "handle"),
+        (mode_changed_after_backward, "mode"),
+        (mode_changed_in_backward, "mode"),
+        (finalized_in_backward, "backward"),
+        (replicas_that_are_not_all_reduced, "all-?reduce|partial"),
+    ],
+)
+@ranks(2)
+def test_a_mistake_in_manual_mode_is_an_error_as_in_torch(mistake: Callable[[Any], None], words: str) -> None:
+    for library in LIBRARIES:
+        options = {"mesh": column_mesh()} if mistake is replicas_that_are_not_all_reduced else {}
+        model = sharded_by(library, **options)
+        model.set_manual_backward_finalization(True)
+        with pytest.raises(RuntimeError, match=words):
+            mistake(model)
 
 
 @pytest.mark.spec("NEW-25")
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("has_run", [False, True])
 @ranks(2)
-def test_a_mistake_with_manual_finalization_is_an_error_as_in_torch(mistake: str) -> None:
-    program, words = MISTAKES[mistake]
+def test_manual_mode_belongs_to_the_root_and_is_needed(has_run: bool) -> None:
     for library in LIBRARIES:
-        with pytest.raises(RuntimeError, match=words):
-            program(library)
+        model = sharded_by(library)
+        if has_run:
+            backward(model)
+            with pytest.raises(RuntimeError, match=r"set_manual_backward_finalization\(True\)"):
+                model.finalize_backward()
+        with pytest.raises(RuntimeError, match="root"):
+            model.blocks[0].set_manual_backward_finalization(True)
+            backward(model)
 
 
 @pytest.mark.spec("NEW-25")
@@ -202,8 +184,7 @@ def test_a_forward_before_the_wait_is_an_error_and_the_wait_still_completes_the_
     with pytest.raises(RuntimeError, match="wait"):
         model(batch(1))
     handle.wait()
-    for found, expected in zip(model.parameters(), usual.parameters(), strict=True):
-        assert torch.equal(found.grad.to_local(), expected.grad.to_local())
+    assert_same(full_gradients(model), full_gradients(usual))
     model(batch(1))
 
 
@@ -219,8 +200,7 @@ def test_after_reset_iter_state_a_manual_iteration_can_be_repeated() -> None:
     backward(model)
     model.set_requires_gradient_sync(True)
     model.finalize_backward()
-    for found, expected in zip(model.parameters(), usual.parameters(), strict=True):
-        assert torch.equal(found.grad.to_local(), expected.grad.to_local())
+    assert_same(full_gradients(model), full_gradients(usual))
 
 
 @pytest.mark.spec("NEW-25", "NEW-15")

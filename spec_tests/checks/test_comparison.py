@@ -92,6 +92,12 @@ def parts_in(model: Any, train: Callable[[], None], then: Callable[[], None]) ->
     return text
 
 
+def assert_names_both_layers(text: str) -> None:
+    assert "The ranks diverge at collective 0 of group" in text
+    for rank in range(2):
+        assert re.search(rf"rank {rank}: all-gather of 'layers.{rank}' in forward \(test_comparison.py:\d+\)", text)
+
+
 @pytest.mark.spec("ORDER-01", "ORDER-03")
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("api", APIS)
@@ -103,12 +109,10 @@ def test_equal_units_in_another_order_cause_one_warning_that_names_them(api: str
         for order in ("01", "01", "10", "01", "10", "01"):
             step(model, order if dist.get_rank() else "01")
     (text,) = [str(one.message) for one in caught if "different numbers in their roots" in str(one.message)]
-    assert re.search(r"The ranks diverge at collective 0 of group", text)
-    for rank in range(2):
-        assert re.search(rf"rank {rank}: all-gather of 'layers.{rank}' in forward \(test_comparison.py:\d+\)", text)
+    assert_names_both_layers(text)
 
 
-@pytest.mark.spec("ORDER-01", "ORDER-02", "ORDER-03", "ORDER-07", "NEW-19")
+@pytest.mark.spec("ORDER-01", "ORDER-02", "ORDER-03", "ORDER-07", "NEW-19", "DEBUG-07")
 @pytest.mark.parametrize("num_before", [0, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("api", APIS)
@@ -120,30 +124,10 @@ def test_debug_mode_raises_for_equal_units_in_another_order(api: str, strategy: 
         model.zero_grad()
     with debug("order"):
         text = parts_in(model, lambda: step(model, "10" if dist.get_rank() else "01"), lambda: step(model))
-    assert re.search(r"The ranks diverge at collective 0 of group", text)
-    for rank in range(2):
-        assert re.search(rf"rank {rank}: all-gather of 'layers.{rank}' in forward \(test_comparison.py:\d+\)", text)
+    assert_names_both_layers(text)
     # All ranks have reset their state and can continue.
     model.zero_grad()
     step(model)
-
-
-@pytest.mark.spec("ORDER-12")
-@pytest.mark.gpu
-@pytest.mark.own_gpus
-@pytest.mark.parametrize("api", APIS)
-@ranks(2)
-def test_ranks_raise_in_the_same_step_although_one_device_is_three_seconds_late(api: str) -> None:
-    model, begin = sharded(api), time.monotonic()
-    for _ in range(2):
-        step(model)
-    if dist.get_rank() == 1:
-        torch.cuda._sleep(6_000_000_000)
-    with debug("order"):
-        step(model, "10" if dist.get_rank() else "01")
-    with pytest.raises(RuntimeError, match="the ranks issued different collectives"):
-        step(model)
-    assert time.monotonic() - begin < 30
 
 
 @pytest.mark.spec("ORDER-12")
@@ -257,32 +241,24 @@ def test_gradients_of_experts_that_only_some_ranks_have_used_are_noticed() -> No
         assert f"rank {rank}: reduce-scatter of the root unit, its parameters [{rank}] in backward" in text
 
 
-@pytest.mark.spec("ORDER-05", "ORDER-04")
+@pytest.mark.spec("ORDER-04", "ORDER-05", "NEW-23")
+@pytest.mark.parametrize("place", ["replicas", "a mesh of their own"])
 @ranks(4)
-def test_experts_that_only_one_of_four_ranks_has_used_are_noticed_by_all_replicas() -> None:
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    model: Any = fully_shard(Experts().to(device()), mesh=mesh)
-    x = torch.ones(2, WIDTH, device=device())
-    model(x, 0).sum().backward()
-    model.zero_grad()
-    which = int(dist.get_rank() == 3)
-    parts_in(model, lambda: model(x, which).sum().backward(), lambda: model(x, 0).sum().backward())
-
-
-@pytest.mark.spec("ORDER-05", "NEW-23")
-@ranks(4)
-def test_experts_on_a_mesh_of_their_own_that_only_some_ranks_have_used_are_noticed() -> None:
+def test_experts_with_replicas_that_only_some_ranks_have_used_are_noticed_by_all(place: str) -> None:
     model: Any = Experts().to(device())
-    experts = set(model.parameters())
-    model.scale = nn.Parameter(torch.ones(4, device=device()))
     grid = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    place = ShardPlacementResult(None, FSDPMeshInfo(grid["shard"], 0))
-    mesh = init_device_mesh(device().type, (4,))
-    fully_shard(model, mesh=mesh, shard_placement_fn=lambda parameter: place if parameter in experts else None)
+    if place == "replicas":
+        fully_shard(model, mesh=grid)
+        which = int(dist.get_rank() == 3)
+    else:
+        own = dict.fromkeys(model.parameters(), ShardPlacementResult(None, FSDPMeshInfo(grid["shard"], 0)))
+        model.scale = nn.Parameter(torch.ones(4, device=device()))
+        fully_shard(model, mesh=init_device_mesh(device().type, (4,)), shard_placement_fn=own.get)
+        which = dist.get_rank() % 2
     x = torch.ones(2, WIDTH, device=device())
     model(x, 0).sum().backward()
     model.zero_grad()
-    parts_in(model, lambda: model(x, dist.get_rank() % 2).sum().backward(), lambda: model(x, 0).sum().backward())
+    parts_in(model, lambda: model(x, which).sum().backward(), lambda: model(x, 0).sum().backward())
 
 
 @pytest.mark.spec("ORDER-08")
@@ -340,3 +316,21 @@ def test_order_check_issues_one_small_collective_that_modes_do_not_count(api: st
         step(model)
     assert asked == [24]
     assert wire.calls().count("AG") == 4
+
+
+@pytest.mark.spec("ORDER-12")
+@pytest.mark.gpu
+@pytest.mark.own_gpus
+@pytest.mark.parametrize("api", APIS)
+@ranks(2)
+def test_ranks_raise_in_the_same_step_although_one_device_is_three_seconds_late(api: str) -> None:
+    model, begin = sharded(api), time.monotonic()
+    for _ in range(2):
+        step(model)
+    if dist.get_rank() == 1:
+        torch.cuda._sleep(6_000_000_000)
+    with debug("order"):
+        step(model, "10" if dist.get_rank() else "01")
+    with pytest.raises(RuntimeError, match="the ranks issued different collectives"):
+        step(model)
+    assert time.monotonic() - begin < 30

@@ -3,32 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp.checks import rank_checks
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import chain
-from spec_tests.models.small import draw, shard_each, train_once
+from spec_tests.models.small import draw
 from spec_tests.subject import FullyShardedDataParallel as FSDP
-
-
-@pytest.mark.spec("ORDER-09", "HEALTHY-05")
-@ranks(2)
-def test_units_are_compared_once_in_each_backward() -> None:
-    model, ask = shard_each(chain()), rank_checks.ask
-    issued: list[Any] = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rank_checks, "ask", lambda *args: (issued.append(args), ask(*args))[1])
-        with torch.no_grad():
-            model(draw(0))
-        assert len(issued) == 0
-        for number in range(1, 4):
-            train_once(model)
-            assert len(issued) == number
 
 
 @pytest.mark.spec("HEALTHY-02", "ORDER-13")

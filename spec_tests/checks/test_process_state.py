@@ -5,9 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,12 @@ pytestmark = [pytest.mark.cpu, pytest.mark.pure]
 # `state_of_process` lists threads, signal handlers, the wake-up descriptor, exit handlers, the environment, files in
 # the current and the temporary folder, hooks of Python and of torch, and functions and classes of torch.
 HOOKS = ["exit handlers", "torch.optim.optimizer._global_optimizer_pre_hooks"]
-# Moment: what has changed, the number of further threads of the operating system, and of further descriptors. The
-# thread waits for questions of other ranks, on a connection of its own to the store.
-TABLE: dict[str, tuple[list[str], int, int]] = {
-    "before": ([], 0, 0),
-    "while the group lives": (HOOKS, 1, 1),
-    "after errors that the program has caught": (HOOKS, 1, 1),
-    "after destroy_process_group": ([], 0, 0),
-}
+# For each moment, what has changed, the number of further threads of the operating system, and of further descriptors.
+# The thread waits for questions of other ranks, on a connection of its own to the store.
+WITHOUT_THE_PACKAGE: tuple[list[str], int, int] = ([], 0, 0)
+WHILE_THE_GROUP_LIVES = (HOOKS, 1, 1)
+AFTER_ERRORS = (HOOKS, 1, 1)
+AFTER_THE_GROUP = ([], 0, 0)
 
 
 def numbers() -> tuple[int, int]:
@@ -66,7 +64,7 @@ def step(model: Any) -> None:
     dist.barrier()
 
 
-def look(api: str, rank: int, ports: tuple[int, int], folder: Path, seen: Any) -> None:
+def look(rank: int, api: str, ports: tuple[int, int], folder: Path, seen: Any) -> None:
     """Runs on each rank. Puts what has changed at each moment into the queue ``seen``."""
     torch.set_num_threads(1)
     os.chdir(folder)
@@ -78,21 +76,21 @@ def look(api: str, rank: int, ports: tuple[int, int], folder: Path, seen: Any) -
     dist.destroy_process_group()
     join(rank, ports[1])
     before, with_group = state_of_process(), numbers()
-    found = {}
+    found = []
 
-    def note(moment: str) -> None:
+    def note() -> None:
         different = [change.partition(":")[0] for change in changes(before, state_of_process())]
         threads, descriptors = (now - then for now, then in zip(numbers(), with_group, strict=True))
         # Rank 0 hosts the store, and has the other end of each connection.
         is_host = rank == 0 and descriptors > 0
-        found[moment] = (different, max(0, threads), max(0, descriptors - 2 * is_host))
+        found.append((different, max(0, threads), max(0, descriptors - 2 * is_host)))
         if dist.is_initialized():
             dist.barrier()
 
-    note("before")
+    note()
     model = shard(api)
     step(model)
-    note("while the group lives")
+    note()
     if rank == 0:
         child = os.fork()
         if child == 0:
@@ -103,10 +101,10 @@ def look(api: str, rank: int, ports: tuple[int, int], folder: Path, seen: Any) -
     for _ in range(3):
         with pytest.raises(RuntimeError, match="different collectives"):
             all_gather_of(3 + rank)
-    note("after errors that the program has caught")
+    note()
     del model
     dist.destroy_process_group()
-    note("after destroy_process_group")
+    note()
     seen.put(found)
 
 
@@ -115,47 +113,39 @@ def all_gather_of(number: int) -> None:
     collectives.all_gather(group, torch.zeros(2 * number), torch.ones(number)).wait()
 
 
+def results_of_ranks(start: str, body: Callable[..., None], *arguments: Any) -> list[Any]:
+    """The objects that two new processes put into the queue ``seen``, the last argument of ``body``."""
+    context: Any = pool.fork_server() if start == "forked" else multiprocessing.get_context("spawn")
+    seen = context.Queue()
+    ranks = [context.Process(target=body, args=(rank, *arguments, seen)) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    try:
+        return [seen.get(timeout=100) for _ in ranks]
+    finally:
+        for process in ranks:
+            process.join(20)
+            process.kill()
+
+
 @pytest.mark.spec("LEDGER-19", "HEALTHY-06", "HEALTHY-09", "LEDGER-07")
 @pytest.mark.parametrize("start", ["forked", "spawned"])
 @pytest.mark.parametrize("api", ["wrapper", "fully_shard"])
 def test_what_a_process_sees_of_the_package(api: str, start: str, tmp_path: Path) -> None:
-    context: Any = pool.fork_server() if start == "forked" else multiprocessing.get_context("spawn")
-    seen, ports = context.Queue(), (free_port(), free_port())
-    ranks = [context.Process(target=look, args=(api, rank, ports, tmp_path, seen)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    try:
-        found = [seen.get(timeout=100) for _ in ranks]
-    finally:
-        for process in ranks:
-            process.join(20)
-            process.kill()
-    assert found == [TABLE, TABLE]
-    assert [process.exitcode for process in ranks] == [0, 0]
+    found = results_of_ranks(start, look, api, (free_port(), free_port()), tmp_path)
+    assert found == [[WITHOUT_THE_PACKAGE, WHILE_THE_GROUP_LIVES, AFTER_ERRORS, AFTER_THE_GROUP]] * 2
 
 
 @pytest.mark.spec("LEDGER-19")
-def test_threads_of_the_program_can_be_joined_while_a_group_lives(tmp_path: Path) -> None:
+def test_threads_of_the_program_can_be_joined_while_a_group_lives() -> None:
     """Programs and test harnesses join all threads that `threading` lists."""
-    context = pool.fork_server()
-    seen, ports = context.Queue(), (free_port(), free_port())
-    ranks = [context.Process(target=join_all_threads, args=(rank, ports[0], seen)) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    try:
-        assert [seen.get(timeout=60) for _ in ranks] == [["MainThread"]] * 2
-    finally:
-        for process in ranks:
-            process.join(20)
-            process.kill()
+    assert results_of_ranks("forked", join_all_threads, free_port()) == [["MainThread"]] * 2
 
 
 def join_all_threads(rank: int, port: int, seen: Any) -> None:
     join(rank, port)
     handler = signal.getsignal(signal.SIGTERM)
     step(shard("fully_shard"))
-    left = [thread.name for thread in threading.enumerate() if thread.name != "QueueFeederThread"]
     assert signal.getsignal(signal.SIGTERM) is handler
-    assert sys.excepthook is not None
-    seen.put(left)
+    seen.put([thread.name for thread in threading.enumerate() if thread.name != "QueueFeederThread"])
     dist.destroy_process_group()

@@ -13,7 +13,6 @@ from spec_tests.harness import ranks
 from spec_tests.models.apis import Api, all_apis, both_apis
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import Wire, batch, detailed_debugging, iterate
-from spec_tests.models.sharding import sharded
 from spec_tests.models.values import assert_same, full_values, mean_gradients, named
 
 
@@ -38,23 +37,6 @@ def test_different_order_raises_with_names_while_debugging(api: Api, num_before:
         optimizer.zero_grad()
         iterate(model)
     assert_same(api.gradients(model), mean_gradients(seeded()))
-
-
-@pytest.mark.spec("NEW-20")
-@ranks(2)
-def test_while_debugging_initial_weights_that_differ_between_ranks_are_noticed() -> None:
-    def differing() -> nn.Module:
-        model = seeded()
-        with torch.no_grad():
-            model.blocks[2].linear.bias.add_(dist.get_rank())
-        return model
-
-    with detailed_debugging():
-        iterate(sharded())
-        # The test configuration turns warnings into errors.
-        with pytest.raises((RuntimeError, ValueError, UserWarning), match=r"linear\.bias"):
-            iterate(sharded(differing()))
-    iterate(sharded(differing()))
 
 
 @pytest.mark.spec("NEW-22")

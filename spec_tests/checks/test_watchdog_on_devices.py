@@ -11,6 +11,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -190,23 +191,24 @@ def test_report_is_printed_before_the_abort_on_an_accelerator(
 
 @pytest.mark.spec("ORDER-12")
 @pytest.mark.pure
-def test_an_error_of_the_device_at_the_end_is_no_difference_between_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = {
-        "the ranks issued different collectives": message("order-differs", when="", report=""),
-        "CUDA error: an illegal memory access was encountered": "CUDA error: an illegal memory access was encountered",
-        "a collective failed": "a collective failed",
-    }
+@pytest.mark.parametrize(
+    ("text", "end"),
+    [
+        ("CUDA error: an illegal memory access was encountered", None),
+        ("a collective failed", None),
+        (message("order-differs", when="", report=""), "the ranks issued different collectives"),
+    ],
+    ids=["device", "collective", "difference"],
+)
+def test_an_error_of_the_device_at_the_end_is_no_difference_between_ranks(
+    text: str, end: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "last_value", None, raising=False)
     monkeypatch.setattr(process, "_ExitStatus", lambda: None)
-    ends: list[str] = []
-    for text in errors.values():
-
-        def read_all(text: str = text) -> None:
-            raise RuntimeError(text)
-
-        monkeypatch.setattr(process, "read_all", read_all)
-        process._leave_exit_record(SimpleNamespace(leave=ends.append, last=None))  # type: ignore[arg-type]
-    assert ends == [f"by RuntimeError: {what}" for what in errors]
+    monkeypatch.setattr(process, "read_all", Mock(side_effect=RuntimeError(text)))
+    rank = Mock(last=None)
+    process._leave_exit_record(rank)
+    rank.leave.assert_called_once_with(f"by RuntimeError: {end or text}")
 
 
 @pytest.mark.spec("LEDGER-22", "LEDGER-03")

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from spec_tests.models.apis import FULLY_SHARD, Api
-
 
 @contextmanager
 def said() -> Iterator[list[str]]:
@@ -31,30 +29,20 @@ def on_rank(rank: int, spoil: Callable[[], Any]) -> None:
             spoil()
 
 
-class Spoiler:
-    """Replaces a value in a layer's output or in its gradient, on one rank, while ``is_armed`` is true."""
+def spoil(layer: nn.Module, rank: int, value: complex, *, in_backward: bool = False) -> Any:
+    """On one rank, replaces a value in a layer's output or in its gradient. Returns a handle, which ends this."""
 
-    def __init__(self, layer: nn.Module, rank: int, value: float, *, in_backward: bool) -> None:
-        self.is_armed, self._is_here = True, dist.get_rank() == rank
-        self._value, self._in_backward = value, in_backward
-        layer.register_forward_hook(self._after)
+    def spoiled(tensor: Tensor) -> Tensor:
+        copied = tensor.clone()
+        copied[0, 0] = value
+        return copied
 
-    def _after(self, layer: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
-        if not self.is_armed or not self._is_here:
+    def after(_: nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
+        if dist.get_rank() != rank:
             return None
-        if self._in_backward:
-            output.register_hook(self._spoiled)
+        if in_backward:
+            output.register_hook(spoiled)
             return None
-        return self._spoiled(output)
+        return spoiled(output)
 
-    def _spoiled(self, tensor: Tensor) -> Tensor:
-        spoiled = tensor.clone()
-        spoiled[0, 0] = self._value
-        return spoiled
-
-
-def local_values(model: Any, api: Api, block: int) -> Tensor:
-    """This rank's shard of a block, or of the block's weight. Not a copy."""
-    if api == FULLY_SHARD:
-        return model.blocks[block].linear.weight.to_local().detach()
-    return model.module.blocks[block]._unit.layout.local_values()
+    return layer.register_forward_hook(after)

@@ -18,40 +18,63 @@ from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.values import assert_same, full_values
 
+FLOATS = (torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.complex64, torch.complex128)
+INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.uint16, torch.int64)
+
+
+@pytest.mark.spec("DEBUG-08")
+@pytest.mark.pure
+@pytest.mark.parametrize("dtype", [*FLOATS, *INTEGERS], ids=str)
+def test_new_memory_contains_no_plausible_values_in_debug_mode(dtype: torch.dtype) -> None:
+    layer = nn.Sequential(nn.Module())
+    layer[0].register_buffer("table", torch.empty(4, dtype=dtype, device="meta"))
+    with minifsdp.debug("meta"):
+        layer.to_empty(device="cpu")
+    if dtype in FLOATS:
+        assert layer[0].table.isnan().all()
+    else:
+        assert layer[0].table.tolist() == [torch.iinfo(dtype).max] * 4
+
+
+@pytest.mark.spec("DEBUG-08")
+@pytest.mark.pure
+def test_new_memory_of_a_module_alone_keeps_the_values_of_inner_modules() -> None:
+    outer = nn.Sequential(nn.Linear(1, 1))
+    with minifsdp.debug("meta"):
+        outer.to_empty(device="cpu", recurse=False)
+    assert not outer[0].weight.isnan()
+
 
 class Rotary(nn.Module):
-    """A linear layer and a table of frequencies. ``sets_table``: whether ``reset_parameters`` sets the table.
+    """A layer with a table of frequencies, which ``reset_parameters`` may forget, because no checkpoint contains it."""
 
-    As is usual for such tables, the constructor computes the values, and no checkpoint contains them.
-    """
+    forgets = False
 
-    def __init__(self, sets_table: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.sets_table = sets_table
         self.weight = nn.Parameter(torch.zeros(6, 6))
-        self.register_buffer("inverse", self._table(), persistent=False)
-        self.register_buffer("position", torch.tensor([3]))
-
-    @staticmethod
-    def _table() -> Tensor:
-        return torch.arange(6) / 8
+        self.register_buffer("inverse", torch.zeros(6), persistent=False)
+        # The largest integer is also a value, here for sequences of any length.
+        self.register_buffer("bounds", torch.zeros(3, dtype=torch.int64))
 
     def reset_parameters(self) -> None:
-        nn.init.eye_(self.weight)
-        self.position.fill_(3)
-        if self.sets_table:
-            self.inverse.copy_(self._table())
+        # Functions of nn.init might not support shards.
+        with torch.no_grad():
+            self.weight.fill_(0.5)
+            self.bounds.copy_(torch.tensor([0, 512, torch.iinfo(torch.int64).max]))
+            if not self.forgets:
+                self.inverse.fill_(1)
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight + self.inverse
 
 
 class Model(nn.Module):
-    """Two rotary layers in a root that has only a buffer. The second layer can leave its table uninitialized."""
+    """Two rotary layers in a root that has only a buffer."""
 
-    def __init__(self, sets_table: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([Rotary(True), Rotary(sets_table)])
+        self.layers = nn.ModuleList([Rotary(), Rotary()])
         self.register_buffer("scale", torch.ones(1))
 
     def reset_parameters(self) -> None:
@@ -63,47 +86,26 @@ class Model(nn.Module):
         return x * self.scale
 
 
-def made(api: Api, sets_table: bool, **options: Any) -> Any:
-    """Builds the model on the meta device, shards it, and initializes the parameters and buffers of all modules."""
+def made(api: Api, *, forgets: bool = False, resets: tuple[type[nn.Module], ...] = (Rotary, Model)) -> Any:
+    """Builds the model on the meta device, shards it, and initializes the modules of the classes ``resets``."""
     with torch.device("meta"):
-        model = Model(sets_table)
+        model = Model()
+    model.layers[1].forgets = forgets
     if api != FULLY_SHARD:
-        return api.shard(model, unit_classes=(Rotary,), device_id=device(), **options)
+        # The wrapper initializes all modules.
+        return api.shard(model, unit_classes=(Rotary,), device_id=device())
     api.shard(model, unit_classes=(Rotary,))
     model.to_empty(device=device())
-    reset_all(model)
+    for module in model.modules():
+        if isinstance(module, resets):
+            module.reset_parameters()
     return model
 
 
-def reset_all(model: nn.Module) -> None:
-    with torch.no_grad():
-        for module in model.modules():
-            if isinstance(module, Rotary):
-                # Functions of nn.init might not support shards, so set the values directly.
-                module.weight.fill_(0.5)
-                module.position.fill_(3)
-                if module.sets_table:
-                    module.inverse.copy_(Rotary._table())
-            elif isinstance(module, Model):
-                module.reset_parameters()
-
-
-@pytest.mark.spec("DEBUG-08")
-@pytest.mark.pure
-def test_new_memory_contains_no_plausible_values_in_debug_mode() -> None:
-    with torch.device("meta"):
-        model = nn.Sequential(Rotary(True), nn.Sequential(nn.BatchNorm1d(3)).to(torch.bfloat16))
-    outer = nn.Sequential(nn.Linear(1, 1))
-    with minifsdp.debug("meta"):
-        model.to_empty(device="cpu")
-        outer.to_empty(device="cpu", recurse=False)
-    assert not outer[0].weight.isnan(), "the values of an inner module stay"
-    assert all(parameter.isnan().all() for parameter in model.parameters())
-    floats = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-    integers = [buffer for buffer in model.buffers() if not buffer.is_floating_point()]
-    assert len(floats) == 3
-    assert all(buffer.isnan().all() for buffer in floats)
-    assert [buffer.tolist() for buffer in integers] == [[2**63 - 1], 2**63 - 1]
+def assert_refused(model: Callable[..., Any], words: str) -> None:
+    with pytest.raises(RuntimeError, match=f"rank {dist.get_rank()}: (.|\n)*the model is about to be used") as caught:
+        model(batch())
+    assert words in str(caught.value)
 
 
 @pytest.mark.spec("DEBUG-08", "DEBUG-09")
@@ -111,8 +113,7 @@ def test_new_memory_contains_no_plausible_values_in_debug_mode() -> None:
 @ranks(2)
 def test_model_with_complete_reset_parameters_gives_no_warning(api: Api) -> None:
     with minifsdp.debug("meta"), said() as texts:
-        model = made(api, True)
-        iterate(model)
+        iterate(made(api))
     assert texts == []
 
 
@@ -121,10 +122,10 @@ def test_model_with_complete_reset_parameters_gives_no_warning(api: Api) -> None
 @ranks(2)
 def test_wrapper_lists_tensors_that_reset_parameters_did_not_set(api: Api) -> None:
     with minifsdp.debug("meta"), said() as texts:
-        made(api, False)
-    assert len(texts) == 1
-    assert texts[0].startswith(f"rank {dist.get_rank()}: Rotary was on the meta device")
-    assert "the values of inverse in it are not initialized. " in texts[0]
+        made(api, forgets=True)
+    (text,) = texts
+    assert text.startswith(f"rank {dist.get_rank()}: Rotary was on the meta device")
+    assert "the values of inverse in it are not initialized. " in text
 
 
 @pytest.mark.spec("DEBUG-08")
@@ -140,9 +141,9 @@ def test_wrapper_lists_tensors_that_param_init_fn_did_not_set(api: Api) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with minifsdp.debug("meta"), said() as texts:
         api.unit(model, device_id=device(), param_init_fn=fill)
-    assert len(texts) == 1
+    (text,) = texts
     names = "0.bias, 1.weight, 1.bias, 1.running_mean, 1.running_var, 1.num_batches_tracked"
-    assert f"the values of {names} in it are not initialized. " in texts[0]
+    assert f"the values of {names} in it are not initialized. " in text
 
 
 @pytest.mark.spec("DEBUG-08", "DEBUG-09")
@@ -150,18 +151,16 @@ def test_wrapper_lists_tensors_that_param_init_fn_did_not_set(api: Api) -> None:
 @ranks(2)
 def test_synced_meta_params_give_no_warning(api: Api) -> None:
     """The setup in which only one rank needs memory for the unsharded model."""
-    model = seeded()
-    if dist.get_rank():
-        model = model.to("meta")
+    plain = seeded() if dist.get_rank() == 0 else seeded().to("meta")
 
     def fill(module: nn.Module) -> None:
         module.to_empty(device=device(), recurse=False)
 
     with minifsdp.debug("meta"), said() as texts:
-        made = api.shard(model, sync_module_states=True, param_init_fn=fill, device_id=device())
-        iterate(made)
+        model = api.shard(plain, sync_module_states=True, param_init_fn=fill, device_id=device())
+        iterate(model)
     assert texts == []
-    assert_same(full_values(made), full_values(api.shard()))
+    assert_same(full_values(model), full_values(api.shard()))
 
 
 @pytest.mark.spec("DEBUG-09")
@@ -170,88 +169,31 @@ def test_synced_meta_params_give_no_warning(api: Api) -> None:
 def test_a_buffer_without_values_is_refused_on_every_rank_at_the_first_forward(api: Api) -> None:
     with minifsdp.debug("meta"):
         with said():
-            model = made(api, False)
-        buffer = [buffer for name, buffer in model.named_buffers() if name.endswith("inverse")][1]
-        on_rank(0, lambda: buffer.copy_(Rotary._table()))
-        refused(model, "the values of 'layers.1.inverse' (rank 1) are not")
-        refused(model, "the values of 'layers.1.inverse' (rank 1) are not")
-        buffer.copy_(Rotary._table())
+            model = made(api, forgets=True)
+        buffer = model.layers[1].inverse
+        on_rank(0, lambda: buffer.fill_(1))
+        for _ in range(2):
+            assert_refused(model, "the values of 'layers.1.inverse' (rank 1) are not")
+        buffer.fill_(1)
         iterate(model)
 
 
 @pytest.mark.spec("DEBUG-09")
 @all_apis
 @ranks(2)
-def test_a_parameter_without_values_is_refused_on_every_rank(api: Api) -> None:
-    """One row of the second layer is not initialized, and only on the rank that stores it."""
-    with torch.device("meta"):
-        model = Model(api == FULLY_SHARD)
+def test_a_row_of_a_parameter_without_values_is_refused_on_every_rank(api: Api) -> None:
     with minifsdp.debug("meta"):
-        with said() as texts:
-            if api == FULLY_SHARD:
-                api.unit(model)
-                model.to_empty(device=device())
-                reset_all(model)
-                weight = model.layers[1].weight
-                on_rank(1, lambda: weight.to_local()[-1].fill_(float("nan")))
-            else:
-                model = api.unit(model, param_init_fn=all_but_the_last_row, device_id=device())
-        assert len(texts) == (api != FULLY_SHARD)
-        refused(model, "the values of 'layers.1.weight' (rank 1) are not")
-
-
-def all_but_the_last_row(module: nn.Module) -> None:
-    module.to_empty(device=device(), recurse=False)
-    if hasattr(module, "reset_parameters"):
-        module.reset_parameters()
-    if isinstance(module, Rotary) and not module.sets_table:
-        with torch.no_grad():
-            module.inverse.copy_(Rotary._table())
-            module.weight[-1].fill_(float("nan"))
+        model = made(api)
+        # The last elements are on rank 1.
+        parameter: Any = [parameter for parameter in model.layers[1].parameters() if parameter.numel()][-1]
+        shard = parameter.to_local() if api == FULLY_SHARD else parameter
+        on_rank(1, lambda: shard.view(-1)[-6:].fill_(float("nan")))
+        assert_refused(model, "the values of 'layers.1.weight' (rank 1) are not")
 
 
 @pytest.mark.spec("DEBUG-09")
 @ranks(2)
 def test_uninitialized_buffer_of_a_root_without_parameters_is_reported() -> None:
-    with torch.device("meta"):
-        model: Any = Model(True)
     with minifsdp.debug("meta"):
-        FULLY_SHARD.shard(model, unit_classes=(Rotary,))
-        model.to_empty(device=device())
-        for layer in model.layers:
-            reset_all(layer)
-        refused(model, "the values of 'scale' (rank 0, 1) are not")
-
-
-class Clipped(nn.Module):
-    """Keeps sequences of any length, so the last bound is the largest integer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(6, 6))
-        self.register_buffer("bounds", torch.zeros(3, dtype=torch.int64))
-
-    def reset_parameters(self) -> None:
-        nn.init.eye_(self.weight)
-        self.bounds.copy_(torch.tensor([0, 512, torch.iinfo(torch.int64).max]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.weight
-
-
-@pytest.mark.spec("DEBUG-08", "DEBUG-09")
-@wrapper_apis
-@ranks(2)
-def test_single_largest_integer_in_a_buffer_is_a_value(api: Api) -> None:
-    with torch.device("meta"):
-        model = Clipped()
-    with minifsdp.debug("meta"), said() as texts:
-        iterate(api.unit(model, device_id=device()))
-    assert texts == []
-
-
-def refused(model: Callable[..., Any], words: str) -> None:
-    with pytest.raises(RuntimeError, match="the model is about to be used") as caught:
-        model(batch())
-    assert words in str(caught.value)
-    assert str(caught.value).startswith(f"rank {dist.get_rank()}: ")
+        model = made(FULLY_SHARD, resets=(Rotary,))
+        assert_refused(model, "the values of 'scale' (rank 0, 1) are not")

@@ -10,7 +10,7 @@ from torch import nn
 import minifsdp
 from spec_tests.debugging.faults import on_rank, said
 from spec_tests.harness import device, ranks
-from spec_tests.models.apis import Api, all_apis, both_apis, wrapper_apis
+from spec_tests.models.apis import ALL_APIS, FULLY_SHARD, Api, all_apis, both_apis, wrapper_apis
 from spec_tests.models.modules import seeded
 from spec_tests.models.sharding import HYBRID_SHARD, NO_SHARD
 
@@ -35,20 +35,13 @@ def test_a_parameter_that_differs_is_named_on_every_rank_with_the_ranks(api: Api
 
 
 @pytest.mark.spec("DEBUG-04")
-@all_apis
-@ranks(2)
-def test_disabled_check_prints_nothing(api: Api) -> None:
-    with said() as texts:
-        api.shard(spoiled(1))
-    assert texts == []
-
-
-@pytest.mark.spec("DEBUG-04")
 @wrapper_apis
 @ranks(2)
-def test_synced_weights_give_no_warning(api: Api) -> None:
-    with minifsdp.debug("weights"), said() as texts:
-        api.shard(spoiled(1), sync_module_states=True)
+def test_without_the_check_and_after_a_broadcast_no_rank_warns(api: Api) -> None:
+    with said() as texts:
+        api.shard(spoiled(1))
+        with minifsdp.debug("weights"):
+            api.shard(spoiled(1), sync_module_states=True)
     assert texts == []
 
 
@@ -87,3 +80,22 @@ def test_one_different_bit_is_reported_and_nan_equals_itself(api: Api, dtype: to
         api.shard(model)
     assert [text.count("on rank(s) 1") for text in texts] == [1]
     assert "'leave.bias'" in texts[0]
+
+
+@pytest.mark.spec("DEBUG-04")
+@pytest.mark.parametrize(
+    ("api", "dtype"),
+    [
+        *((FULLY_SHARD, dtype) for dtype in (torch.bool, torch.int16, torch.int64)),
+        *((api, dtype) for api in ALL_APIS for dtype in (torch.float8_e4m3fn, torch.complex64)),
+    ],
+    ids=str,
+)
+@ranks(2)
+def test_weights_that_differ_between_ranks_are_named_in_any_dtype(api: Api, dtype: torch.dtype) -> None:
+    layer = nn.Module()
+    values = torch.tensor([0, 1, 0, 1] if dist.get_rank() == 0 else [1, 0, 0, 1], device=device())
+    layer.table = nn.Parameter(values.to(dtype), requires_grad=False)
+    with minifsdp.debug("weights"), said() as texts:
+        api.unit(layer)
+    assert ["parameter 'table' on rank(s) 1 differs" in text for text in texts] == [True]

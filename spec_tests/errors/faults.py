@@ -6,71 +6,49 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch import Tensor
 
-from spec_tests.models.apis import Api
-from spec_tests.models.running import batch, iterate, loss_of
+from spec_tests.models.running import iterate
 
 
 class Fault(Exception):
     """Raised intentionally."""
 
 
-def fail(*_: Any) -> None:
-    raise Fault
+def fault(module_of: Callable[[Any], Any], moment: str, error: type[BaseException] = Fault) -> Callable[[Any], None]:
+    """An iteration in which a module raises an error.
+
+    Args:
+        module_of: returns the module of a model.
+        moment: ``before`` or ``after`` its forward, or ``backward``: when the gradient of its output has arrived.
+        error: the class of the error. Ctrl+C raises `KeyboardInterrupt`.
+    """
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    def run(model: Any) -> None:
+        module = module_of(model)
+        if moment == "before":
+            handle = module.register_forward_pre_hook(fail)
+        elif moment == "after":
+            handle = module.register_forward_hook(fail)
+        else:
+            handle = module.register_forward_hook(lambda _, __, output: output.register_hook(fail) and None)
+        with pytest.raises(error):
+            iterate(model)
+        handle.remove()
+
+    return run
 
 
-def fail_in_forward(model: Any) -> None:
-    """Raises before the forward of a unit."""
-    hook = model.blocks[2].register_forward_pre_hook(fail)
-    with pytest.raises(Fault):
-        model(batch())
-    hook.remove()
-
-
-def fail_inside_of_a_block(model: Any) -> None:
-    """Raises while a unit is unsharded for its forward."""
-    hook = model.blocks[2].linear.register_forward_hook(fail)
-    with pytest.raises(Fault):
-        model(batch())
-    hook.remove()
-
-
-def interrupt_a_block(model: Any) -> None:
-    """Interrupts the program, as the user does with Ctrl+C, while a unit is unsharded for its forward."""
-
-    def interrupt(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    hook = model.blocks[2].linear.register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        model(batch())
-    hook.remove()
-
-
-def fail_in_backward(model: Any) -> None:
-    """Raises while a unit is unsharded for its backward."""
-
-    def observe(layer: Any, inputs: Any, output: Tensor) -> None:
-        output.register_hook(fail)
-
-    hook = model.blocks[1].linear.register_forward_hook(observe)
-    loss = loss_of(model(batch()))
-    with pytest.raises(Fault):
-        loss.backward()
-    hook.remove()
-
-
+fail_in_forward = fault(lambda model: model.blocks[2], "before")
 FAULTS: dict[str, Callable[[Any], None]] = {
     "forward": fail_in_forward,
-    "inside": fail_inside_of_a_block,
-    "interrupt": interrupt_a_block,
-    "backward": fail_in_backward,
+    "inside": fault(lambda model: model.blocks[2].linear, "after"),
+    "interrupt": fault(lambda model: model.blocks[2].linear, "after", KeyboardInterrupt),
+    "first layer": fault(lambda model: model.enter, "after"),
+    "last layer": fault(lambda model: model.leave, "after"),
+    "backward": fault(lambda model: model.blocks[1].linear, "backward"),
+    "backward of the last layer": fault(lambda model: model.leave, "backward"),
+    "backward of the first layer": fault(lambda model: model.enter, "backward"),
 }
-
-
-def fail_with_unreduced_gradients(api: Api, model: Any, fault: str = "forward") -> None:
-    """Raises after a micro-batch, of step 7, whose gradients were not reduced."""
-    with api.no_sync(model):
-        iterate(model, 7)
-        FAULTS[fault](model)

@@ -1,235 +1,279 @@
-"""The iteration after an exception in forward, backward or a recomputation is correct, and uses the current weights."""
+"""After an exception in the middle of an iteration: the next iteration, and reading and writing of the state."""
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-
-from minifsdp.engine.unit import Phase, State
-from spec_tests.harness import device, ranks
-from spec_tests.models.modules import MLP, chain
-from spec_tests.models.small import (
-    assert_gradients,
-    assert_trains,
-    draw,
-    halve_all,
-    mean_gradients,
-    train_once,
-    units_of,
+from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    CheckpointWrapper,
+    checkpoint_wrapper,
 )
-from spec_tests.models.three_units import each_strategy
-from spec_tests.subject import FullyShardedDataParallel as FSDP
-from spec_tests.subject import ShardingStrategy, trace
+from torch.distributed.tensor import DTensor
 
+from spec_tests.errors.faults import FAULTS, Fault, fail_in_forward
+from spec_tests.harness import ranks
+from spec_tests.models.apis import FULLY_SHARD, WRAPPED, Api, all_apis, every_setting
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import batch, iterate, loss_of, recorded_iteration
+from spec_tests.models.sharding import sharded
+from spec_tests.models.values import assert_same, full, full_gradients, full_values, mean_gradients
+from spec_tests.subject import FullyShardedDataParallel, StateDictType, get_optimizer_state_dict, trace
 
-class OnPurpose(Exception):
-    """The exception that a `Fuse` raises."""
-
-
-class Fuse(nn.Module):
-    """Identity. Raises if `breaks_in` is set."""
-
-    breaks_in: str | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.breaks_in == "forward" or (
-            self.breaks_in == "recomputation" and torch._C._current_graph_task_id() >= 0
-        ):
-            raise OnPurpose
-        if self.breaks_in == "backward":
-            x.register_hook(self.blow)
-        return x.view_as(x)
-
-    def blow(self, gradient: Tensor) -> Tensor:
-        raise OnPurpose
-
-
-class Fused(MLP):
-    """A block with a fuse between its layers."""
-
-    def __init__(self) -> None:
-        super().__init__(3, 4)
-        self.fuse = Fuse()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(self.fuse(torch.tanh(self.up(x))))
-
-
-def with_fuses(wrap: Callable[[nn.Module], nn.Module]) -> nn.Sequential:
-    """Fuses before, between, inside and after three units. A layer of the root follows at the end."""
-    torch.manual_seed(8)
-    blocks = [wrap(block.to(device())) for block in (MLP(3, 4), Fused(), MLP(3, 4))]
-    layer = nn.Linear(3, 2).to(device())
-    model = nn.Sequential(Fuse(), blocks[0], Fuse(), blocks[1], Fuse(), blocks[2], Fuse(), layer, Fuse())
-    return wrap(model)  # type: ignore[return-value]
-
-
-@contextlib.contextmanager
-def breaking(model: nn.Module, moment: str, place: str = "inside 1") -> Iterator[None]:
-    """Code in which the fuse at ``place`` raises."""
-    fuse = fuse_at(model, place)
-    fuse.breaks_in = moment
-    with pytest.raises(OnPurpose):
-        yield
-    fuse.breaks_in = None
-
-
-def fuse_at(model: nn.Module, place: str) -> Fuse:
-    fuses = [module for module in model.modules() if isinstance(module, Fuse)]
-    places = ["before all", "between 0 and 1", "inside 1", "between 1 and 2", "after the units", "after all"]
-    return dict(zip(places, fuses, strict=True))[place]
-
-
-def from_input(model: nn.Module, rank: int) -> Tensor:
-    return model(draw(rank).requires_grad_()).square().mean()
+in_forward = pytest.mark.parametrize("fault", ["forward", "inside"])
 
 
 @pytest.mark.spec("NEW-15")
-@pytest.mark.parametrize(
-    "place", ["before all", "between 0 and 1", "inside 1", "between 1 and 2", "after the units", "after all"]
-)
-@pytest.mark.parametrize("moment", ["forward", "backward"])
-@each_strategy
+@pytest.mark.parametrize("fault", FAULTS)
+@every_setting
 @ranks(2)
-def test_the_iteration_after_an_exception_is_right(strategy: ShardingStrategy, moment: str, place: str) -> None:
-    def wrap(module: nn.Module) -> nn.Module:
-        return FSDP(module, device_id=device(), sharding_strategy=strategy)
-
-    model: Any = with_fuses(wrap)
-    expected = mean_gradients(with_fuses(lambda module: module), from_input)
-    # Once in the first iteration, which records the orders, and once in a later iteration.
-    for _ in range(2):
-        with breaking(model, moment, place):
-            train_once(model, from_input)
-        assert_trains(model, expected, from_input)
+def test_iterations_after_an_exception_have_the_usual_gradients_and_events(api: Api, strategy: Any, fault: str) -> None:
+    model = api.shard(strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # The first iteration records the orders.
+    for num_before in range(2):
+        FAULTS[fault](model)
+        # Do not call `model.zero_grad()`: the model may have unsharded parameters, which the optimizer does not have.
+        optimizer.zero_grad()
+        iterate(model, num_before)
+        assert_same(api.gradients(model), mean_gradients(seeded(), (num_before,)))
+        optimizer.zero_grad()
+    untouched = api.shard(strategy=strategy)
+    iterate(untouched)
+    assert recorded_iteration(model) == recorded_iteration(untouched)
 
 
 @pytest.mark.spec("NEW-15")
 @pytest.mark.parametrize("impl", CheckpointImpl, ids=str)
-@each_strategy
+@every_setting
 @ranks(2)
 def test_the_iteration_after_an_exception_in_a_recomputation_is_right(
-    strategy: ShardingStrategy, impl: CheckpointImpl
+    api: Api, strategy: Any, impl: CheckpointImpl
 ) -> None:
-    def build(wrap: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        torch.manual_seed(8)
-        blocks = [wrap(checkpoint_wrapper(block.to(device()), impl)) for block in (MLP(3, 4), Fused(), MLP(3, 4))]
-        return wrap(nn.Sequential(*blocks))
+    def fail_in_recomputation(*_: Any) -> None:
+        if torch._C._current_graph_task_id() >= 0:
+            raise Fault
 
-    model: Any = build(lambda module: FSDP(module, device_id=device(), sharding_strategy=strategy))
-    expected = mean_gradients(build(lambda module: module), from_input)
-    train_once(model, from_input)
-    (fuse,) = [module for module in model.modules() if isinstance(module, Fuse)]
-    fuse.breaks_in = "recomputation"
-    with pytest.raises(OnPurpose):
-        train_once(model, from_input)
-    fuse.breaks_in = None
-    assert_trains(model, expected, from_input)
+    plain = seeded()
+    hook = plain.blocks[1].linear.register_forward_hook(fail_in_recomputation)
+    for index, block in enumerate(plain.blocks):
+        plain.blocks[index] = checkpoint_wrapper(block, impl)
+    model = api.shard(plain, unit_classes=(CheckpointWrapper,), strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(Fault):
+        iterate(model)
+    hook.remove()
+    optimizer.zero_grad()
+    iterate(model)
+    assert_same(api.gradients(model), mean_gradients(seeded()))
 
 
 @pytest.mark.spec("NEW-15", "SHARD-14")
-@each_strategy
+@pytest.mark.parametrize("fault", ["inside", "backward"])
+@every_setting
 @ranks(2)
-def test_an_evaluation_may_follow_an_exception_and_be_interrupted_by_one(strategy: ShardingStrategy) -> None:
-    model: Any = with_fuses(lambda module: FSDP(module, device_id=device(), sharding_strategy=strategy))
-    plain = with_fuses(lambda module: module)
-    for moment in ("forward", "backward"):
-        with breaking(model, moment):
-            train_once(model, from_input)
-        with torch.no_grad():
-            torch.testing.assert_close(model(draw(4)), plain(draw(4)))
-        # Other units keep the parameters for the next evaluation (FRESH-03).
-        resharded = [unit for unit in units_of(model) if unit.policy.reshard_after_forward]
-        assert [unit.state for unit in resharded] == [State.SHARDED for _ in resharded]
-        assert {unit.phase for unit in units_of(model)} == {Phase.IDLE}
-    with torch.no_grad(), breaking(model, "forward"):
-        model(draw(4))
-    assert_trains(model, mean_gradients(plain, from_input), from_input)
+def test_an_evaluation_may_follow_an_exception_and_be_interrupted_by_one(api: Api, strategy: Any, fault: str) -> None:
+    model, plain = api.shard(strategy=strategy), seeded()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    FAULTS[fault](model)
+    with torch.no_grad():
+        assert torch.equal(model(batch(4)), plain(batch(4)))
+        FAULTS["inside"](model)
+    optimizer.zero_grad()
+    iterate(model)
+    assert_same(api.gradients(model), mean_gradients(plain))
 
 
 @pytest.mark.spec("NEW-15")
 @ranks(2)
 def test_interrupted_iteration_does_not_break_another_one_between_forward_and_backward() -> None:
-    model: Any = with_fuses(lambda module: FSDP(module, device_id=device()))
-    plain = with_fuses(lambda module: module)
-    loss = from_input(model, dist.get_rank())
-    with breaking(model, "forward"):
-        from_input(model, dist.get_rank())
+    model = WRAPPED.shard()
+    loss = loss_of(model(batch()))
+    fail_in_forward(model)
     loss.backward()
-    expected = mean_gradients(plain, from_input)
-    assert_gradients(model, expected)
-    assert_trains(model, expected, from_input)
+    assert_same(WRAPPED.gradients(model), mean_gradients(seeded()))
 
 
 @pytest.mark.spec("NEW-15", "PREF-12")
-@pytest.mark.parametrize("moment", ["forward", "backward"])
+@pytest.mark.parametrize("fault", ["inside", "backward"])
 @ranks(2)
-def test_exception_in_the_first_iteration_does_not_change_the_forward_prefetch_order(
-    moment: str,
-) -> None:
-    model: Any = with_fuses(lambda module: FSDP(module, device_id=device(), forward_prefetch=True))
-    with breaking(model, moment):
-        train_once(model, from_input)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        train_once(model, from_input)
-        with trace.record() as recorder:
-            train_once(model, from_input)
-    forward = recorder.order("AG", "F")[:8]
-    assert forward == ["AG", "AG 1", "F", "AG 3", "F 1", "AG 5", "F 3", "F 5"]
+def test_exception_in_the_first_iteration_does_not_change_the_forward_prefetch_order(fault: str) -> None:
+    model = WRAPPED.shard(forward_prefetch=True)
+    FAULTS[fault](model)
+    iterate(model)
+    with trace.record() as recorder:
+        model(batch())
+    found = [word.replace("blocks.", "") for word in recorder.order("AG", "F")]
+    assert found == ["AG", "AG 0", "F", "AG 1", "F 0", "AG 2", "F 1", "AG 3", "F 2", "F 3"]
 
 
 @pytest.mark.spec("NEW-15", "NOSYNC-06")
 @ranks(2)
 def test_an_exception_inside_no_sync_ends_it() -> None:
-    model: Any = with_fuses(lambda module: FSDP(module, device_id=device()))
-    with breaking(model, "backward"), model.no_sync():
-        train_once(model, from_input)
-    expected = mean_gradients(with_fuses(lambda module: module), from_input)
-    assert assert_trains(model, expected, from_input).count("RS") == 4
-
-
-class Detour(nn.Module):
-    """Three blocks. A fuse precedes the middle block, which can be skipped."""
-
-    def __init__(self, wrap: Callable[[nn.Module], nn.Module]) -> None:
-        super().__init__()
-        self.first, self.side, self.last = map(wrap, chain())
-        self.fuse = Fuse()
-
-    def forward(self, x: Tensor, detour: bool = True) -> Tensor:
-        x = self.fuse(self.first(x))
-        return self.last(self.side(x) if detour else x)
+    model = WRAPPED.shard()
+    with pytest.raises(Fault), model.no_sync():
+        FAULTS["backward"](model)
+        raise Fault
+    model.zero_grad()
+    iterate(model)
+    assert_same(WRAPPED.gradients(model), mean_gradients(seeded()))
 
 
 @pytest.mark.spec("PREF-13")
 @pytest.mark.parametrize("why", ["another branch", "an exception"])
 @ranks(2)
 def test_unused_prefetch_is_not_used_after_change(why: str) -> None:
-    def wrap(module: nn.Module) -> nn.Module:
-        return FSDP(module, device_id=device(), forward_prefetch=True)
-
-    model: Any = wrap(Detour(wrap))
-    plain = Detour(lambda module: module)
-    train_once(model)
-    model.zero_grad()
+    model, plain = WRAPPED.shard(forward_prefetch=True), seeded()
+    iterate(model)
     if why == "an exception":
-        model.fuse.breaks_in = "forward"
-        with pytest.raises(OnPurpose):
-            model(draw(0))
-        model.fuse.breaks_in = None
+        FAULTS["inside"](model)
     else:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            model(draw(0), detour=False)
-    halve_all(model)
-    halve_all(plain)
-    torch.testing.assert_close(model(draw(5)), plain(draw(5)))
+            model(batch(), order=(0, 2, 3))
+    with torch.no_grad():
+        for parameter in (*model.parameters(), *plain.parameters()):
+            parameter.mul_(0.5)
+    assert torch.equal(model(batch(5)), plain(batch(5)))
+
+
+# --- the state ---
+
+
+def in_shards(api: Api, model: Any, _: Any) -> dict[str, Any]:
+    """This rank's part of each entry of a sharded state dict."""
+    if api == FULLY_SHARD:
+        return {name: value.to_local() for name, value in model.state_dict().items()}
+    with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
+        return {name: value.local_tensor() for name, value in model.state_dict().items()}
+
+
+def of_optimizer(api: Api, model: Any, optimizer: Any) -> dict[str, Any]:
+    read = get_optimizer_state_dict if api == FULLY_SHARD else FullyShardedDataParallel.optim_state_dict
+    states = read(model, optimizer)["state"]
+    return {f"{name}.{key}": full(value) for name, state in states.items() for key, value in state.items()}
+
+
+def loaded(api: Api, model: Any, _: Any) -> dict[str, Any]:
+    """The values after loading zeros, and then the values of before."""
+    saved = model.state_dict()
+    model.load_state_dict({name: torch.zeros_like(value) for name, value in saved.items()})
+    assert not any(value.any() for value in full_values(model).values())
+    model.load_state_dict(saved)
+    return full_values(model)
+
+
+READERS: dict[str, Callable[[Api, Any, Any], dict[str, Tensor]]] = {
+    "full": lambda api, model, _: api.state_dict(model),
+    "in shards": in_shards,
+    "optimizer": of_optimizer,
+    "loaded": loaded,
+    "summoned": lambda api, model, _: full_values(model),
+}
+
+
+@pytest.mark.spec("NEW-15")
+@pytest.mark.parametrize("reader", READERS)
+@all_apis
+@ranks(2)
+def test_state_is_read_and_loaded_correctly_after_an_exception(api: Api, reader: str) -> None:
+    model, read = api.shard(), READERS[reader]
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.0)
+    iterate(model)
+    optimizer.step()
+    expected = {name: torch.clone(value) for name, value in read(api, model, optimizer).items()}
+    for fail in FAULTS.values():
+        fail(model)
+        assert_same(read(api, model, optimizer), expected, bitwise=True)
+    optimizer.zero_grad()
+    with api.no_sync(model):
+        iterate(model)
+        fail_in_forward(model)
+    assert_same(read(api, model, optimizer), expected, bitwise=True)
+
+
+@pytest.mark.spec("NEW-15")
+@pytest.mark.api_spec(wrapper=["NOSYNC-02"], fully_shard=["FS2-SYNC-01"])
+@in_forward
+@every_setting
+@ranks(2)
+def test_an_exception_keeps_unreduced_gradients(api: Api, strategy: Any, fault: str) -> None:
+    """Defect: an error in the forward of a later micro-batch drops the gradient sum of the earlier ones."""
+    model = api.shard(strategy=strategy)
+    with api.no_sync(model):
+        iterate(model, 7)
+        FAULTS[fault](model)
+    iterate(model, 1)
+    assert_same(api.gradients(model), mean_gradients(seeded(), (7, 1)))
+
+
+@pytest.mark.spec("NEW-15")
+@in_forward
+@every_setting
+@ranks(2)
+def test_forward_after_an_exception_uses_newly_written_values(api: Api, strategy: Any, fault: str) -> None:
+    """Defect: the next forward continues the one that raised and uses the parameters unsharded for it."""
+    model, plain = api.shard(strategy=strategy), seeded()
+    owned = list(model.parameters())
+    FAULTS[fault](model)
+    with torch.no_grad():
+        for parameter in (*owned, *plain.parameters()):
+            parameter.mul_(2)
+        assert torch.equal(model(batch()), plain(batch()))
+
+
+@pytest.mark.spec("NEW-15")
+@in_forward
+@ranks(2)
+def test_submodule_called_after_an_exception_uses_current_values(fault: str) -> None:
+    """Defect: no hook runs after an exception, and the part acts as if the interrupted forward were still running."""
+    model, plain = sharded(reshard_after_forward=False), seeded()
+    parameters = list(model.parameters())
+    FAULTS[fault](model)
+    with torch.no_grad():
+        for parameter in (*parameters, *plain.parameters()):
+            parameter.mul_(2)
+    assert torch.equal(model.blocks[0](batch()), plain.blocks[0](batch()))
+
+
+# --- `reset_iter_state` of `fully_shard` ---
+
+
+@pytest.mark.spec("NEW-15")
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("is_reduced", [True, False])
+@ranks(2)
+def test_after_a_reset_the_next_iteration_is_correct(fault: str, is_reduced: bool) -> None:
+    model, plain = sharded(), seeded()
+    iterate(model)
+    for step in (1, 2):
+        model.set_requires_gradient_sync(is_reduced)
+        iterate(model, 7)
+        FAULTS[fault](model)
+        model.set_requires_gradient_sync(True)
+        model.reset_iter_state()
+        assert {type(p.data) for p in model.parameters()} == {DTensor}
+        model.zero_grad()
+        iterate(model, step)
+        assert_same(full_gradients(model), mean_gradients(plain, (step,)))
+
+
+@pytest.mark.spec("NEW-15")
+@ranks(2)
+def test_only_the_root_may_reset_and_an_unneeded_reset_is_harmless() -> None:
+    model = sharded()
+    # The block is the root until the model is used.
+    iterate(model.blocks[0])
+    model.blocks[0].reset_iter_state()
+    model.reset_iter_state()
+    iterate(model)
+    with pytest.raises(RuntimeError, match="root"):
+        model.blocks[0].reset_iter_state()
+    gradients = full_gradients(model)
+    model.reset_iter_state()
+    assert_same(full_gradients(model), gradients)

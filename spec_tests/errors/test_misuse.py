@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from spec_tests.harness import device, ranks
 from spec_tests.harness.programs import output_of_ranks
 from spec_tests.models.modules import chain
 from spec_tests.models.small import draw, shard_each, train_once
-from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.models.values import assert_same, full_values
 from spec_tests.subject import fully_shard
 
 
@@ -26,11 +25,6 @@ def warnings_of(action: Any) -> list[str]:
         warnings.simplefilter("always")
         action()
     return [str(warning.message) for warning in caught]
-
-
-def gathered(model: FSDP) -> list[torch.Tensor]:
-    with FSDP.summon_full_params(model, writeback=False):
-        return [p.detach().clone() for p in model.parameters()]
 
 
 # --- an optimizer that was built before wrapping ---
@@ -45,15 +39,14 @@ def test_each_optimizer_from_before_wrapping_warns_once_with_the_numbers_and_cha
     plain, other = chain(2), nn.Linear(2, 2)
     optimizers = [kind([*plain.parameters(), *other.parameters()], lr=0.5) for _ in range(2)]  # type: ignore[call-arg]
     model = shard_each(plain)
-    before = gathered(model)
+    before = full_values(model)
     for optimizer in optimizers:
         train_once(model)
         (message,) = warnings_of(optimizer.step)
         # The parameters of the other model were not replaced.
         assert f"rank {dist.get_rank()}: 8 of 10 parameters of this {kind.__name__} were replaced" in message
         assert "build the optimizer after wrapping" in message
-        for old, new in zip(before, gathered(model), strict=True):
-            assert torch.equal(old, new)
+        assert_same(full_values(model), before, bitwise=True)
         assert warnings_of(optimizer.step) == [], "the second step does not warn"
 
 
@@ -74,16 +67,6 @@ def test_an_optimizer_of_unsharded_parameters_warns_once_and_a_later_one_does_no
     assert "before the forward, or after the backward" in message
     assert warnings_of(early.step) == []
     assert warnings_of(late.step) == []
-
-
-@ranks(2)
-def test_replaced_original_parameters_are_not_kept_alive() -> None:
-    plain = chain(1)
-    originals = [weakref.ref(parameter) for parameter in plain.parameters()]
-    model = shard_each(plain)
-    gc.collect()
-    assert [reference() for reference in originals] == [None] * 4
-    assert len(list(model.parameters())) == 1
 
 
 # --- a step after no_sync without a reducing backward ---

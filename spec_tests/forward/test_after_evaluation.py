@@ -6,10 +6,7 @@ gradients over the ranks equals the gradient of the copy.
 
 from __future__ import annotations
 
-import copy
-import operator
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -19,137 +16,70 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import DTensor
 
 from spec_tests.harness import device, ranks
-from spec_tests.models.modules import seeded
-from spec_tests.models.sharding import sharded
-from spec_tests.subject import (
-    FullyShardedDataParallel,
-    ShardingStrategy,
-    fully_shard,
-    register_fsdp_forward_method,
-    trace,
-)
+from spec_tests.models.apis import FULLY_SHARD, SETTINGS, WRAPPED, Api, all_apis, settings_of
+from spec_tests.models.modules import Stack, seeded
+from spec_tests.models.running import batch, loss_of
+from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, sharded
+from spec_tests.subject import fully_shard, register_fsdp_forward_method, trace
 
 Optimizer = torch.optim.Optimizer
-
-
-class Tiny(nn.Module):
-    """Two inner units, and parameters of the root before and after them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(8, 8)
-        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
-        self.head = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in (self.first, *self.blocks):
-            x = torch.tanh(block(x))
-        result: Tensor = self.head(x)
-        return result
-
-    def generate(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = self(x).detach()
-        return x
-
-
-def in_place(**options: Any) -> Callable[[Tiny], Any]:
-    return lambda model: sharded(model, blocks=range(2), **options)
-
-
-def around(strategy: str, *, keeps_originals: bool, **options: Any) -> Callable[[Tiny], Any]:
-    def shard(model: Tiny) -> Any:
-        options.update(sharding_strategy=ShardingStrategy[strategy], use_orig_params=keeps_originals)
-        options["device_id"] = device()
-        for index, block in enumerate(model.blocks):
-            model.blocks[index] = FullyShardedDataParallel(block, **options)
-        return FullyShardedDataParallel(model, **options)
-
-    return shard
-
-
-FREES = {
-    "fully_shard": in_place(),
-    "fully_shard True": in_place(reshard_after_forward=True),
-    "FULL_SHARD": around("FULL_SHARD", keeps_originals=False),
-    "FULL_SHARD originals": around("FULL_SHARD", keeps_originals=True),
-    "NO_SHARD": around("NO_SHARD", keeps_originals=False),
-    "NO_SHARD originals": around("NO_SHARD", keeps_originals=True),
-}
-KEEPS = {
-    "fully_shard False": in_place(reshard_after_forward=False),
-    "SHARD_GRAD_OP": around("SHARD_GRAD_OP", keeps_originals=False),
-    "SHARD_GRAD_OP originals": around("SHARD_GRAD_OP", keeps_originals=True),
-}
-ALL = FREES | KEEPS
-every_kind = pytest.mark.parametrize("kind", ALL)
 NO_GRADIENTS = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}
 NOT_SIMULATED = pytest.mark.not_simulated("it cannot view a part of a flat tensor in inference mode")
-EVALUATIONS = [
-    pytest.param(kind, mode, marks=[NOT_SIMULATED] if mode == "inference_mode" and "SHARD" in kind else [])
-    for kind in ALL
-    for mode in NO_GRADIENTS
-]
+EVERY_SETTING = [*SETTINGS, (WRAPPED, SHARD_GRAD_OP)]
 
 
-def batch() -> Tensor:
-    return torch.linspace(-1, 1, 32).view(4, 8).to(device())
+def evaluate(model: nn.Module) -> Tensor:
+    with torch.no_grad():
+        output: Tensor = model(batch(0, 0))
+    return output.clone()
+
+
+def backward(model: nn.Module) -> None:
+    loss_of(model(batch(0, 0))).backward()
 
 
 def sgd(model: nn.Module) -> Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def evaluate(model: nn.Module, without: Callable[[], AbstractContextManager[Any]] = torch.no_grad) -> Tensor:
-    with without():
-        result: Tensor = model(batch())
-    return result.clone()
-
-
-def backward(model: nn.Module) -> None:
-    model(batch()).square().mean().backward()
-
-
 def assert_shows_shards(model: nn.Module, owned: list[nn.Parameter]) -> None:
-    shown = list(model.parameters())
-    assert len(shown) == len(owned)
-    assert all(parameter is expected for parameter, expected in zip(shown, owned, strict=True))
+    assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in owned]
 
 
 @pytest.mark.spec("FRESH-01")
-@pytest.mark.parametrize(("kind", "mode"), EVALUATIONS)
+@pytest.mark.parametrize("mode", ["no_grad", pytest.param("inference_mode", marks=NOT_SIMULATED)])
+@settings_of(*EVERY_SETTING)
 @ranks(2)
-def test_after_an_evaluation_the_modules_show_sharded_parameters(kind: str, mode: str) -> None:
-    model = ALL[kind](Tiny())
+def test_after_an_evaluation_the_modules_show_sharded_parameters(api: Api, strategy: Any, mode: str) -> None:
+    model = api.shard(strategy=strategy)
     owned = list(model.parameters())
-    for place in range(3):
-        evaluate(model, NO_GRADIENTS[mode])
+    for before in (lambda: None, lambda: model(batch(0, 0)), lambda: backward(model)):
+        before()
+        with NO_GRADIENTS[mode]():
+            model(batch(0, 0))
         assert_shows_shards(model, owned)
-        if place == 1:
-            model(batch())
-            evaluate(model, NO_GRADIENTS[mode])
-            assert_shows_shards(model, owned)
-        backward(model)
-        evaluate(model, NO_GRADIENTS[mode])
-        assert_shows_shards(model, owned)
-        # An original parameter without elements on this rank has no gradient.
-        assert all(parameter.grad is not None for parameter in owned if parameter.numel())
-        model.zero_grad()
+    # An original parameter without elements on this rank has no gradient.
+    assert all(parameter.grad is not None for parameter in owned if parameter.numel())
 
 
 @pytest.mark.spec("FRESH-01")
-@every_kind
+@settings_of(*EVERY_SETTING)
 @ranks(2)
-def test_modules_show_shards_after_a_forward_without_requires_grad(kind: str) -> None:
-    model = ALL[kind](Tiny().requires_grad_(False))
+def test_modules_show_shards_after_a_forward_without_requires_grad(api: Api, strategy: Any) -> None:
+    model = api.shard(seeded().requires_grad_(False), strategy=strategy)
     owned = list(model.parameters())
     for _ in range(2):
-        assert torch.allclose(model(batch()), Tiny().to(device())(batch()), atol=1e-6)
+        torch.testing.assert_close(model(batch()), seeded()(batch()))
         assert_shows_shards(model, owned)
-        with torch.no_grad():
-            for parameter in owned:
-                parameter.data.add_(0)
+
+
+class Generates(Stack):
+    """Has a method that calls the forward several times."""
+
+    def generate(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = x + self(x).sum().detach()
+        return x
 
 
 @pytest.mark.spec("FRESH-01")
@@ -157,47 +87,41 @@ def test_modules_show_shards_after_a_forward_without_requires_grad(kind: str) ->
 @pytest.mark.parametrize("records", [False, True])
 @ranks(2)
 def test_after_a_registered_method_the_module_shows_sharded_parameters(keeps: bool | None, records: bool) -> None:
-    plain = Tiny().to(device())
-    model = in_place(reshard_after_forward=keeps)(copy.deepcopy(plain))
+    plain, model = seeded(Generates), sharded(seeded(Generates), reshard_after_forward=keeps)
     owned = list(model.parameters())
     register_fsdp_forward_method(model, "generate")
     for _ in range(2):
         with torch.set_grad_enabled(records):
-            expected = plain.generate(batch())
-            assert torch.allclose(model.generate(batch()), expected, atol=1e-6)
+            torch.testing.assert_close(model.generate(batch()), plain.generate(batch()))
         if keeps is None:
             assert_shows_shards(model, owned)
         else:
             # The blocks can stay unsharded, because a backward through the method's results is possible.
-            assert all(isinstance(parameter, DTensor) for parameter in model.head.parameters())
+            assert all(isinstance(parameter, DTensor) for parameter in model.leave.parameters())
         for one in (model, plain):
             optimizer = sgd(one)
             backward(one)
             optimizer.step()
             optimizer.zero_grad()
-            if keeps is None:
-                for parameter in one.parameters():
-                    parameter.data.mul_(0.5)
 
 
 @pytest.mark.spec("FRESH-01")
 @ranks(2)
 def test_a_loss_that_is_not_in_the_output_still_has_its_backward() -> None:
-    class Sideways(Tiny):
+    class Sideways(Stack):
         def forward(self, x: Tensor) -> Tensor:
             self.loss = super().forward(x).square().mean()
             return self.loss.detach()
 
-    plain = Sideways().to(device())
-    model = in_place()(copy.deepcopy(plain))
+    plain, model = seeded(Sideways), sharded(seeded(Sideways))
     owned = list(model.parameters())
     for one in (model, plain):
-        one(batch())
+        one(batch(0, 0))
     assert_shows_shards(model, owned)
     for one in (model, plain):
         one.loss.backward()
     for parameter, expected in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.allclose(parameter.grad.full_tensor(), expected.grad, atol=1e-6)
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
 
 
 # --- common operations after an evaluation ---
@@ -260,7 +184,7 @@ EDITS: dict[str, Edit] = {
     "averaged": evaluate_average,
 }
 # The root, or every unit, stays unsharded after a forward.
-KEEPS_ROOT = [kind for kind in ALL if "NO_SHARD" not in kind and kind != "fully_shard True"]
+KEEPS_ROOT = [setting for setting in EVERY_SETTING if setting[1] is not NO_SHARD]
 WITHOUT_A_TRACE = ["scaled by data", "scaled by a list operator"]
 PLACES = ["before the step", "between micro-batches", "between backward and step", "logged"]
 
@@ -294,105 +218,104 @@ def run(model: nn.Module, place: str, edit: Edit) -> list[Tensor]:
 
 @pytest.mark.spec("FRESH-02")
 @pytest.mark.parametrize("place", PLACES)
-@every_kind
+@settings_of(*EVERY_SETTING)
 @ranks(2)
-def test_changes_of_params_after_evaluation_persist(kind: str, place: str) -> None:
+def test_changes_of_params_after_evaluation_persist(api: Api, strategy: Any, place: str) -> None:
     for name, edit in EDITS.items():
-        if name in WITHOUT_A_TRACE and kind in KEEPS_ROOT:
+        if name in WITHOUT_A_TRACE and (api, strategy) in KEEPS_ROOT:
             # Parameters that stay unsharded are not all-gathered again. torch does the same. See the next tests.
             continue
-        plain = Tiny().to(device())
-        model = ALL[kind](copy.deepcopy(plain))
-        for got, expected in zip(run(model, place, edit), run(plain, place, edit), strict=True):
-            assert torch.allclose(got, expected, atol=1e-5), name
+        plain, model = seeded(), api.shard(strategy=strategy)
+        torch.testing.assert_close(run(model, place, edit), run(plain, place, edit))
 
 
 @pytest.mark.spec("FRESH-02")
 @pytest.mark.parametrize("name", ["scaled", *WITHOUT_A_TRACE])
-@pytest.mark.parametrize("kind", FREES)
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
+@all_apis
 @ranks(2)
-def test_evaluation_after_an_evaluation_uses_every_kind_of_change(kind: str, name: str) -> None:
-    plain = Tiny().to(device())
-    model = FREES[kind](copy.deepcopy(plain))
-    is_limited = name in WITHOUT_A_TRACE and kind in KEEPS_ROOT
+def test_evaluation_after_an_evaluation_uses_every_kind_of_change(api: Api, strategy: Any, name: str) -> None:
+    plain, model = seeded(), api.shard(strategy=strategy)
+    # The root stays unsharded, so a change that is not counted is only used in the blocks.
+    only_blocks = name in WITHOUT_A_TRACE and strategy is FULL_SHARD
     for _ in range(2):
         for one in (model, plain):
             evaluate(one)
-            EDITS[name](one.blocks if is_limited else one)
-        assert torch.allclose(evaluate(model), evaluate(plain), atol=1e-6)
+            EDITS[name](one.blocks if only_blocks else one)
+        torch.testing.assert_close(evaluate(model), evaluate(plain))
 
 
 @pytest.mark.spec("FRESH-03")
 @pytest.mark.parametrize("name", WITHOUT_A_TRACE)
 @pytest.mark.parametrize("reshards", [False, True])
-@pytest.mark.parametrize("kind", KEEPS_ROOT)
+@settings_of(*KEEPS_ROOT)
 @ranks(2)
 def test_a_change_that_is_not_counted_is_used_after_a_reshard_or_a_backward(
-    kind: str, reshards: bool, name: str
+    api: Api, strategy: Any, reshards: bool, name: str
 ) -> None:
-    plain = Tiny().to(device())
-    model = ALL[kind](copy.deepcopy(plain))
+    plain, model = seeded(), api.shard(strategy=strategy)
     for one in (model, plain):
         evaluate(one)
         EDITS[name](one)
-    if reshards and "fully_shard" in kind:
-        for unit in (model, *model.blocks):
-            unit.reshard()
+    if reshards and api == FULLY_SHARD:
+        api.reshard(model)
     else:
         backward(model)
-    assert torch.allclose(evaluate(model), evaluate(plain), atol=1e-6)
+    torch.testing.assert_close(evaluate(model), evaluate(plain))
 
 
 @pytest.mark.spec("FRESH-02")
 @pytest.mark.parametrize("keeps", [None, True, False])
 @ranks(2)
 def test_submodule_is_converted_partly_frozen_and_tied_after_an_evaluation(keeps: bool | None) -> None:
-    plain = Tiny().to(device())
-    model = in_place(reshard_after_forward=keeps)(copy.deepcopy(plain))
-    x, results = batch(), list[Tensor]()
+    class Equal(Stack):
+        """The two layers of the root have equal shapes."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.leave = nn.Linear(6, 6)
+
+    plain, model = seeded(Equal), sharded(seeded(Equal), reshard_after_forward=keeps)
+    x, results = batch(0, 0), list[Tensor]()
     for one in (model, plain):
-        with torch.no_grad():
-            one(x)
-        one.head.to(torch.float64)
+        evaluate(one)
+        one.leave.to(torch.float64)
         one.to(torch.float64)
         with torch.no_grad():
             one(x.double())
-        one.head.weight = one.first.weight
-        one.first.bias.requires_grad_(False)
+        one.leave.weight = one.enter.weight
+        one.enter.bias.requires_grad_(False)
         optimizer = torch.optim.SGD([p for p in one.parameters() if p.requires_grad], lr=0.1)
-        one(x.double()).square().mean().backward()
+        loss_of(one(x.double())).backward()
         optimizer.step()
         with torch.no_grad():
             results.append(one(x.double()))
-    assert torch.allclose(*results, atol=1e-5)
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.spec("FRESH-02")
-@pytest.mark.parametrize("kind", ["fully_shard", "fully_shard False"])
+@pytest.mark.parametrize("keeps", [None, False])
 @ranks(2)
-def test_optimizer_state_is_saved_and_loaded_after_an_evaluation(kind: str) -> None:
-    model = ALL[kind](Tiny())
+def test_optimizer_state_is_saved_and_loaded_after_an_evaluation(keeps: bool | None) -> None:
+    model = sharded(reshard_after_forward=keeps)
     optimizer = torch.optim.Adam(model.parameters())
     backward(model)
     optimizer.step()
-    expected = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
     evaluate(model)
     saved = get_optimizer_state_dict(model, optimizer)
-    assert saved["state"].keys() == expected["state"].keys()
     evaluate(model)
     other = torch.optim.Adam(model.parameters())
     set_optimizer_state_dict(model, other, saved)
     for parameter in model.parameters():
-        mine, expected = (either.state[parameter]["exp_avg"].to_local() for either in (other, optimizer))
-        assert torch.equal(mine, expected)
+        found, expected = (each.state[parameter]["exp_avg"].to_local() for each in (other, optimizer))
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.spec("FRESH-02")
-@every_kind
+@settings_of(*EVERY_SETTING)
 @ranks(2)
-def test_an_optimizer_in_backward_that_is_attached_after_an_evaluation_steps(kind: str) -> None:
-    plain = Tiny().to(device())
-    model = ALL[kind](copy.deepcopy(plain))
+def test_an_optimizer_in_backward_that_is_attached_after_an_evaluation_steps(api: Api, strategy: Any) -> None:
+    plain, model = seeded(), api.shard(strategy=strategy)
     for one in (model, plain):
         evaluate(one)
         for parameter in one.parameters():
@@ -400,7 +323,7 @@ def test_an_optimizer_in_backward_that_is_attached_after_an_evaluation_steps(kin
             parameter.register_post_accumulate_grad_hook(lambda p, alone=alone: (alone.step(), alone.zero_grad())[0])
         for _ in range(2):
             backward(one)
-    assert torch.allclose(evaluate(model), evaluate(plain), atol=1e-5)
+    torch.testing.assert_close(evaluate(model), evaluate(plain))
 
 
 @pytest.mark.spec("FRESH-02")
@@ -416,23 +339,12 @@ def test_parameters_of_another_dtype_that_are_assigned_after_an_evaluation_are_u
         torch.testing.assert_close(model(x.double()), plain.double()(x.double()))
 
 
-@pytest.mark.spec("FRESH-01", "NEW-05")
-@ranks(4)
-def test_after_an_evaluation_before_a_backward_modules_have_the_parameters_of_the_full_mesh() -> None:
-    model = in_place(reshard_after_forward=2)(Tiny().to(device()))
-    parameters = list(model.parameters())
-    loss = model(batch()).sum()
-    evaluate(model)
-    assert all(map(operator.is_, model.parameters(), parameters))
-    loss.backward()
-
-
 @pytest.mark.spec("SHARD-14")
 @ranks(2)
 def test_an_evaluation_before_a_backward_frees_all_units_except_the_root() -> None:
-    model = FREES["FULL_SHARD"](Tiny())
+    model = WRAPPED.shard()
     loss = model(batch()).sum()
     with trace.record() as recorder:
         evaluate(model)
-    assert recorder.count("FREE") == 2
+    assert recorder.order("FREE") == [f"FREE blocks.{index}" for index in range(4)]
     loss.backward()

@@ -16,14 +16,11 @@ from torch.utils.checkpoint import checkpoint
 from spec_tests.checkpoint.checkpoints import is_plain
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, ranks
-from spec_tests.models.modules import UNITS, WIDTH, Block, Scale, seeded
+from spec_tests.models.modules import WIDTH, Block, Scale, seeded
 from spec_tests.models.running import batch, iterate, loss_of
 from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, wrapped
 from spec_tests.models.values import (
     assert_same,
-    chunked,
-    flat_gradients,
-    flat_parameters,
     full_values,
     mean_gradients,
     named,
@@ -174,32 +171,30 @@ def test_in_forward_and_backward_parameters_are_plain_views_of_one_flat_tensor(
     keep: bool, strategy: ShardingStrategy
 ) -> None:
     plain = seeded()
-    values = named(plain)
-    seen: list[str] = []
+    values, seen = named(plain), list[int]()
 
-    def look(moment: str, index: int) -> None:
+    def look(index: int) -> None:
         layer = blocks[index].linear
         for name, offset in (("weight", 0), ("bias", WIDTH * WIDTH)):
             tensor = getattr(layer, name)
             assert is_plain(tensor), "a plain tensor, not a parameter"
-            assert tensor._is_view()
             assert tensor.storage_offset() == offset
             assert torch.equal(tensor, values[f"blocks.{index}.linear.{name}"])
-        assert layer.weight.untyped_storage().data_ptr() == layer.bias.untyped_storage().data_ptr()
-        assert layer.weight._base is layer.bias._base
+        assert layer.weight._base is layer.bias._base is not None
         assert layer.weight.requires_grad
-        seen.append(f"{moment} {index}")
-
-    def in_forward(index: int, output: Tensor) -> None:
-        look("forward", index)
-        output.register_hook(lambda _: look("backward", index))
+        seen.append(index)
 
     blocks = list(plain.blocks)
     for index, block in enumerate(blocks):
-        block.linear.register_forward_hook(lambda module, args, output, index=index: in_forward(index, output))
+
+        def in_forward(_: Any, args: Any, output: Tensor, index: int = index) -> None:
+            look(index)
+            output.register_hook(lambda _: look(index))
+
+        block.linear.register_forward_hook(in_forward)
     model = wrapped(plain, sharding_strategy=strategy, use_orig_params=keep)
     loss_of(model(batch())).backward()
-    assert seen == [*(f"forward {index}" for index in range(4)), *(f"backward {index}" for index in (3, 2, 1, 0))]
+    assert seen == [0, 1, 2, 3, 3, 2, 1, 0]
     with FSDP.summon_full_params(model):
         for names in own_names(seeded()).values():
             assert len({memory_of(model.get_parameter(name)) for name in names}) == 1
@@ -244,35 +239,26 @@ def test_several_forwards_before_one_backward_match_the_reference(strategy: Shar
             assert torch.equal(losses[-1], loss_of(plain(batch(step))))
             if evaluates:
                 evaluate(model)
-        torch.stack(losses).sum().backward()
+        sum(losses).backward()
         # Backward reaches the last forward first.
         assert_step_moves_by(model, plain, mean_gradients(plain, (2, 1, 0)))
 
 
-class Recomputes(Block):
-    """Discards its activations and recomputes them in backward."""
-
-    use_reentrant = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + checkpoint(lambda y: torch.tanh(self.linear(y)), x, use_reentrant=self.use_reentrant)
-
-
-class RecomputesReentrantly(Recomputes):
-    """Recomputes in a nested backward, which looks up the parameters by name."""
-
-    use_reentrant = True
-
-
 @pytest.mark.spec("FWD-06")
-@pytest.mark.parametrize("kind", [Recomputes, RecomputesReentrantly])
+@pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @flat_or_original
 @ranks(2)
 def test_evaluation_before_a_backward_with_recomputation_changes_nothing(
-    kind: type[Recomputes], strategy: ShardingStrategy, keep: bool
+    use_reentrant: bool, strategy: ShardingStrategy, keep: bool
 ) -> None:
-    plain = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), kind()))
+    class Recomputes(Block):
+        """Recomputes inside its forward. The reentrant one looks up the parameters by name in a nested backward."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + checkpoint(lambda y: torch.tanh(self.linear(y)), x, use_reentrant=use_reentrant)
+
+    plain = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Recomputes(), Recomputes()))
     model = wrapped(copy.deepcopy(plain), sharding_strategy=strategy, use_orig_params=keep)
     loss = loss_of(model(batch()))
     evaluate(model)
@@ -280,87 +266,25 @@ def test_evaluation_before_a_backward_with_recomputation_changes_nothing(
     assert_step_moves_by(model, plain, mean_gradients(plain))
 
 
-@pytest.mark.spec("FWD-07")
-@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
-@ranks(2)
-def test_accumulation_outside_no_sync_reduces_in_each_backward_and_adds_up_shards(strategy: ShardingStrategy) -> None:
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy)
-    parts, index = (1, 0) if strategy is NO_SHARD else (2, dist.get_rank())
-    total: dict[str, Tensor] = {}
-    for step in range(3):
-        with trace.record() as recorder:
-            iterate(model, step)
-        reduced = sorted(event.unit for event in recorder.events if event.kind in ("RS", "AR"))
-        assert reduced == sorted(UNITS), "each unit once in each backward"
-        mean = mean_gradients(plain, [step])
-        total = {name: total[name] + mean[name] for name in mean} if total else mean
-        assert_same(flat_gradients(model), chunked(plain, total, parts, index), bitwise=True)
-        for parameter in flat_parameters(model).values():
-            assert parameter.grad.shape == parameter.shape
-
-
-@pytest.mark.spec("FWD-08")
-@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
-@flat_or_original
-@ranks(2)
-def test_zero_grad_clears_the_gradients_of_every_unit(keep: bool, strategy: ShardingStrategy) -> None:
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for clear in (model.zero_grad, optimizer.zero_grad):
-        iterate(model, 5)
-        assert any(parameter.grad is not None for parameter in model.parameters())
-        clear(set_to_none=True)
-        assert [parameter.grad for parameter in model.parameters()] == [None] * len(list(model.parameters()))
-    optimizer.step()
-    assert_same(full_values(model), named(plain), bitwise=True)
-    assert_a_step_uses_the_mean_gradient_alone(model, plain)
-
-
 @pytest.mark.spec("FWD-08", "ORIG-08", "ORIG-09")
 @pytest.mark.parametrize(("caller", "set_to_none"), [("model", False), ("optimizer", True), ("model", True)])
+@pytest.mark.parametrize("is_unsharded", [False, True])
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @flat_or_original
 @ranks(2)
-def test_zero_grad_before_backward_reaches_unsharded_units(
-    keep: bool, strategy: ShardingStrategy, caller: str, set_to_none: bool
+def test_zero_grad_clears_the_gradients_of_every_unit(
+    keep: bool, strategy: ShardingStrategy, is_unsharded: bool, caller: str, set_to_none: bool
 ) -> None:
-    """At this time, modules have unsharded parameters, and the optimizer's parameters have the gradients."""
     plain = seeded()
     model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
     owned = list(model.parameters())
     optimizer = torch.optim.SGD(owned, lr=1.0)
     iterate(model, 5)
-    loss = loss_of(model(batch()))
+    # After a forward, modules have unsharded parameters, and the optimizer's parameters have the gradients.
+    loss = loss_of(model(batch())) if is_unsharded else None
     (optimizer if caller == "optimizer" else model).zero_grad(set_to_none=set_to_none)
     assert not any(parameter.grad is not None and parameter.grad.any() for parameter in owned)
-    loss.backward()
+    if set_to_none:
+        assert [parameter.grad for parameter in owned] == [None] * len(owned)
+    (loss_of(model(batch())) if loss is None else loss).backward()
     assert_step_moves_by(model, plain, mean_gradients(plain))
-
-
-@pytest.mark.spec("FWD-08", "NOSYNC-10")
-@pytest.mark.parametrize(("caller", "set_to_none"), [("model", False), ("optimizer", False), ("model", True)])
-@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
-@flat_or_original
-@ranks(2)
-def test_zero_grad_after_no_sync_also_clears_the_stored_reduced_gradient(
-    keep: bool, strategy: ShardingStrategy, caller: str, set_to_none: bool
-) -> None:
-    """While ``.grad`` has an unreduced gradient, the unit stores the reduced one, which must be cleared as well."""
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    iterate(model, 5)
-    with model.no_sync():
-        iterate(model, 6)
-    (optimizer if caller == "optimizer" else model).zero_grad(set_to_none=set_to_none)
-    shown = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    assert bool(shown) is not set_to_none
-    assert not any(gradient.any() for gradient in shown)
-    assert_a_step_uses_the_mean_gradient_alone(model, plain)
-    # Check again when all gradients are in `.grad`.
-    optimizer.zero_grad(set_to_none=False)
-    before = full_values(model)
-    optimizer.step()
-    assert_same(full_values(model), before, bitwise=True)

@@ -6,25 +6,18 @@ with those of a plain model that computes the batches of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+import itertools
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import MLP, Nested, chain
-from spec_tests.models.running import Wire
 from spec_tests.models.small import (
-    assert_at_rest,
-    assert_gradients,
     assert_trains,
     draw,
     mean_gradients,
@@ -36,19 +29,15 @@ from spec_tests.models.three_units import (
     CASES,
     FULL,
     KEEP,
-    NO_REENTRANT,
     NONE,
-    REENTRANT,
     Wrap,
     each_strategy,
-    from_an_input_with_gradient,
     in_a_row,
     left_plain,
-    with_own_layer,
     without_waits,
     wrapper,
 )
-from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.models.three_units import from_an_input_with_gradient as with_input_gradient
 from spec_tests.subject import ShardingStrategy, trace
 
 # --- number of all-gathers and reductions ---
@@ -80,136 +69,7 @@ def test_no_shard_unit_is_all_reduced_and_never_all_gathered() -> None:
 # --- pre-backward hooks ---
 
 
-@dataclass
-class Answer:
-    first: Tensor
-    note: str
-    second: Tensor
-
-
-class TwoOutputs(nn.Module):
-    """A block for each of two outputs, which are returned in the container ``kind``."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind, self.left, self.right = kind, MLP(3, 4), MLP(3, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        left, right = self.left(x), self.right(x)
-        if self.kind == "tuple":
-            return left, right
-        if self.kind == "list":
-            return [None, left, 3, right]
-        if self.kind == "dict":
-            return {"first": left, "nested": {"second": (right,)}}
-        return Answer(left, "a note", right)
-
-
-def pick(output: Any, index: int) -> Tensor:
-    """One of the two tensors in a container."""
-    leaves = tree_leaves(vars(output) if isinstance(output, Answer) else output)
-    tensors: list[Tensor] = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return tensors[index]
-
-
-@pytest.mark.parametrize("index", [0, 1])
-@pytest.mark.parametrize("kind", ["tuple", "list", "dict", "dataclass"])
-@ranks(2)
-def test_a_backward_may_begin_at_any_tensor_of_a_nested_output(kind: str, index: int) -> None:
-    def build(wrap: Wrap) -> nn.Module:
-        torch.manual_seed(2)
-        return wrap(nn.Sequential(wrap(TwoOutputs(kind).to(device()))))
-
-    def loss(model: nn.Module, rank: int) -> Tensor:
-        return pick(model(draw(rank)), index).square().mean()
-
-    model: Any = build(wrapper())
-    expected = mean_gradients(build(left_plain), loss)
-    unused = "right" if index == 0 else "left"
-    for name, gradient in expected.items():
-        # A flat gradient is one tensor; the gradients of unused parameters are zero in it.
-        if gradient is None:
-            assert unused in name
-            expected[name] = torch.zeros_like(dict(build(left_plain).named_parameters())[name])
-    assert_trains(model, expected, loss)
-
-
-@ranks(2)
-def test_a_loss_may_change_the_output_in_place() -> None:
-    def loss(model: nn.Module, rank: int) -> Tensor:
-        return model(draw(rank)).mul_(2).square().mean()
-
-    model: Any = with_own_layer(wrapper())
-    assert_trains(model, mean_gradients(with_own_layer(left_plain), loss), loss)
-
-
-@ranks(2)
-def test_output_equal_to_the_input_does_not_affect_gradients() -> None:
-    class Passing(MLP):
-        def forward(self, x: Tensor) -> Any:
-            return x, super().forward(x)
-
-    class Pair(nn.Module):
-        def __init__(self, wrap: Wrap) -> None:
-            super().__init__()
-            torch.manual_seed(4)
-            self.first, self.second = wrap(MLP(3, 4).to(device())), wrap(Passing(3, 4).to(device()))
-
-        def forward(self, x: Tensor) -> Tensor:
-            before, after = self.second(self.first(x))
-            return before * after
-
-    model: Any = FSDP(Pair(wrapper()), device_id=device())
-    assert_trains(model, mean_gradients(Pair(left_plain), square_loss))
-
-
 # --- other kinds of backward ---
-
-
-@each_strategy
-@ranks(2)
-def test_a_graph_may_be_run_backward_twice(strategy: ShardingStrategy) -> None:
-    model: Any = with_own_layer(wrapper(sharding_strategy=strategy))
-    loss = square_loss(model, dist.get_rank())
-    loss.backward(retain_graph=True)
-    assert_at_rest(model)
-    loss.backward()
-    assert_at_rest(model)
-    expected = mean_gradients(with_own_layer(left_plain), lambda m, r: 2 * square_loss(m, r))
-    assert_gradients(model, expected)
-
-
-@each_strategy
-@ranks(2)
-def test_autograd_grad_of_input_alone_works(strategy: ShardingStrategy) -> None:
-    model: Any = with_own_layer(wrapper(sharding_strategy=strategy))
-    plain = with_own_layer(left_plain)
-    x = draw(dist.get_rank()).requires_grad_()
-    with Wire() as wire:
-        (gradient,) = torch.autograd.grad(model(x).square().mean(), [x])
-    (expected,) = torch.autograd.grad(plain(x).square().mean(), [x])
-    torch.testing.assert_close(gradient, expected)
-    assert wire.calls().count("RS") == 0
-    assert_at_rest(model)
-    assert all(p.grad is None for p in model.parameters())
-    train_once(model)
-    assert_gradients(model, mean_gradients(plain, square_loss))
-
-
-@each_strategy
-@ranks(2)
-def test_an_evaluation_between_forward_and_backward_changes_nothing(strategy: ShardingStrategy) -> None:
-    model: Any = with_own_layer(wrapper(sharding_strategy=strategy))
-    plain = with_own_layer(left_plain)
-    for _ in range(2):
-        model.zero_grad()
-        loss = square_loss(model, dist.get_rank())
-        with torch.no_grad():
-            output = model(draw(7))
-        torch.testing.assert_close(output, plain(draw(7)).detach())
-        loss.backward()
-        assert_gradients(model, mean_gradients(plain, square_loss))
-        assert_at_rest(model)
 
 
 class Branches(nn.Module):
@@ -263,20 +123,12 @@ def test_backward_that_skips_a_unit_leaves_it_sharded(strategy: ShardingStrategy
 # --- frozen units ---
 
 
-def with_frozen(index: int) -> Callable[[Wrap], nn.Module]:
-    def build(wrap: Wrap) -> nn.Module:
-        blocks = chain()
-        blocks[index].requires_grad_(False)
-        return wrap(nn.Sequential(*map(wrap, blocks)))
-
-    return build
-
-
 @pytest.mark.spec("ORIG-14")
 @ranks(2)
 def test_frozen_unit_reshards_after_its_input_gradients_and_is_never_reduced() -> None:
-    build = with_frozen(1)
-    model: Any = build(wrapper())
+    wrap, blocks = wrapper(), chain()
+    blocks[1].requires_grad_(False)
+    model: Any = wrap(nn.Sequential(*map(wrap, blocks)))
     train_once(model)
     with trace.record() as recorder:
         train_once(model)
@@ -288,40 +140,23 @@ def test_frozen_unit_reshards_after_its_input_gradients_and_is_never_reduced() -
 
 
 @pytest.mark.spec("ORIG-14")
-@pytest.mark.parametrize("index", [0, 1, 2])
-@each_strategy
-@ranks(2)
-def test_other_units_train_correctly_for_any_position_of_the_frozen_unit(
-    index: int, strategy: ShardingStrategy
-) -> None:
-    build = with_frozen(index)
-    model: Any = build(wrapper(sharding_strategy=strategy))
-    calls = assert_trains(model, mean_gradients(build(left_plain), square_loss))
-    assert calls.count("RS") == (0 if strategy is NONE else 2)
-    # The backward of the first unit needs no parameters, because nothing before it is trained.
-    assert calls.count("AG") == {FULL: 5 if index == 0 else 6, KEEP: 3, NONE: 0}[strategy]
-
-
-def with_the_second_one_frozen(build: Callable[[Wrap], nn.Module], wrap: Wrap) -> nn.Module:
-    num_wrapped = 0
-
-    def freeze_and_wrap(module: nn.Module) -> nn.Module:
-        nonlocal num_wrapped
-        num_wrapped += 1
-        return wrap(module.requires_grad_(False) if num_wrapped == 2 else module)
-
-    return build(freeze_and_wrap).to(device())
-
-
-@pytest.mark.spec("ORIG-14")
 @pytest.mark.parametrize("strategy", [FULL, KEEP], ids=lambda s: s.name)
 @pytest.mark.parametrize("name", CASES)
 @ranks(2)
 def test_frozen_unit_stays_unsharded_during_each_kind_of_use(name: str, strategy: ShardingStrategy) -> None:
     case = CASES[name]
-    model: Any = with_the_second_one_frozen(case.build, wrapper(sharding_strategy=strategy))
-    plain = with_the_second_one_frozen(case.build, left_plain)
-    assert assert_trains(model, mean_gradients(plain, case.loss), case.loss).count("RS") == 2
+
+    def build(wrap: Wrap) -> Any:
+        numbers = itertools.count()
+
+        def freeze_the_second_one(module: nn.Module) -> nn.Module:
+            return wrap(module.requires_grad_(False) if next(numbers) == 1 else module)
+
+        return case.build(freeze_the_second_one)
+
+    model = build(wrapper(sharding_strategy=strategy))
+    expected = mean_gradients(build(left_plain).to(device()), case.loss)
+    assert assert_trains(model, expected, case.loss).count("RS") == 2
 
 
 @ranks(2)
@@ -338,19 +173,6 @@ def test_a_unit_may_be_frozen_and_thawed_between_iterations() -> None:
 # --- activation checkpointing of parts of a unit ---
 
 
-class Segments(nn.Module):
-    """One unit with two parts, each of which is recomputed separately."""
-
-    def __init__(self, *, use_reentrant: bool) -> None:
-        super().__init__()
-        self.use_reentrant = use_reentrant
-        self.first, self.between, self.last = MLP(3, 4), nn.Linear(3, 3), MLP(3, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(self.first, x, use_reentrant=self.use_reentrant)
-        return checkpoint(self.last, torch.tanh(self.between(x)), use_reentrant=self.use_reentrant)
-
-
 @pytest.mark.spec("PAR-07")
 @pytest.mark.parametrize("name", ["reentrant inside", "reentrant around", "checkpoint inside", "checkpoint around"])
 @ranks(2)
@@ -365,61 +187,54 @@ def test_recomputed_unit_is_freed_before_next_one(name: str) -> None:
         assert order == one_by_one[4:] + one_by_one[2:4] + one_by_one[:2] + one_by_one
 
 
-class SegmentsAroundUnits(nn.Module):
-    """One unit with two parts that are recomputed separately. Each part has an inner unit, then a layer of its own."""
+class Segments(nn.Module):
+    """One unit with two parts, each of which is recomputed separately. The first layers may be units."""
 
-    def __init__(self, wrap: Wrap) -> None:
+    def __init__(self, use_reentrant: bool, wrap: Wrap = left_plain) -> None:
         super().__init__()
-        self.inner = nn.ModuleList(wrap(MLP(3, 4).to(device())) for _ in range(2))
-        self.own = nn.ModuleList(nn.Linear(3, 3) for _ in range(2)).to(device())
-
-    def segment(self, index: int) -> Callable[[Tensor], Tensor]:
-        return lambda x: torch.tanh(self.own[index](self.inner[index](x)))
+        self.use_reentrant = use_reentrant
+        self.parts = nn.ModuleList(nn.Sequential(wrap(MLP(3, 4)), nn.Linear(3, 3), nn.Tanh()) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        for index in range(2):
-            x = checkpoint(self.segment(index), x, use_reentrant=True)
+        for part in self.parts:
+            x = checkpoint(part, x, use_reentrant=self.use_reentrant)
         return x
 
 
-def two_units_of_segments(wrap: Wrap, *, use_reentrant: bool) -> nn.Module:
-    return nn.Sequential(*[wrap(Segments(use_reentrant=use_reentrant).to(device())) for _ in range(2)])
+@pytest.mark.spec("PAR-07")
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("has_units", [False, True])
+@each_strategy
+@ranks(2)
+def test_recomputed_parts_of_a_unit_train(strategy: ShardingStrategy, has_units: bool, use_reentrant: bool) -> None:
+    def build(wrap: Wrap) -> Any:
+        torch.manual_seed(6)
+        inner = wrap if has_units else left_plain
+        return wrap(nn.Sequential(*(wrap(Segments(use_reentrant, inner).to(device())) for _ in range(2))))
 
-
-def two_units_of_segments_around_units(wrap: Wrap) -> nn.Module:
-    return nn.Sequential(*[wrap(SegmentsAroundUnits(wrap)) for _ in range(2)])
-
-
-def two_units_around_units(wrap: Wrap, impl: CheckpointImpl | None) -> nn.Module:
-    blocks: list[nn.Module] = [Nested(3, 4).to(device()) for _ in range(2)]
-    for block in blocks:
-        block.inner = wrap(block.inner)
-    blocks = [wrap(block) for block in blocks]
-    return nn.Sequential(*[block if impl is None else checkpoint_wrapper(block, impl) for block in blocks])
-
-
-RECOMPUTED: dict[str, Callable[[Wrap], nn.Module]] = {
-    "two segments in one unit": partial(two_units_of_segments, use_reentrant=False),
-    "two reentrant segments in one unit": partial(two_units_of_segments, use_reentrant=True),
-    "segments around units": two_units_of_segments_around_units,
-    "a unit around a unit": partial(two_units_around_units, impl=None),
-    "a recomputed unit around a unit": partial(two_units_around_units, impl=NO_REENTRANT),
-    "a reentrantly recomputed unit around a unit": partial(two_units_around_units, impl=REENTRANT),
-}
+    model = build(wrapper(sharding_strategy=strategy))
+    assert_trains(model, mean_gradients(build(left_plain), with_input_gradient), with_input_gradient)
 
 
 @pytest.mark.spec("PAR-07")
-@pytest.mark.parametrize("name", RECOMPUTED)
+@pytest.mark.parametrize("impl", [None, *CheckpointImpl], ids=str)
 @each_strategy
 @ranks(2)
-def test_recomputed_parts_and_nested_units_train_correctly(strategy: ShardingStrategy, name: str) -> None:
-    def build(wrap: Wrap) -> nn.Module:
+def test_units_around_units_train_with_minimal_collectives(
+    strategy: ShardingStrategy, impl: CheckpointImpl | None
+) -> None:
+    def build(wrap: Wrap) -> Any:
         torch.manual_seed(6)
-        return wrap(RECOMPUTED[name](wrap))
+        blocks = []
+        for _ in range(2):
+            block: Any = Nested(3, 4).to(device())
+            block.inner = wrap(block.inner)
+            block = wrap(block)
+            blocks.append(block if impl is None else checkpoint_wrapper(block, impl))
+        return wrap(nn.Sequential(*blocks))
 
-    model: Any = build(wrapper(sharding_strategy=strategy))
-    expected = mean_gradients(build(left_plain), from_an_input_with_gradient)
-    calls = assert_trains(model, expected, from_an_input_with_gradient)
-    if strategy is FULL and "around a unit" in name:
-        assert calls.count("RS") == 4
-        assert calls.count("AG") == 8, "four units, once for forward and once for backward"
+    model = build(wrapper(sharding_strategy=strategy))
+    calls = assert_trains(model, mean_gradients(build(left_plain), with_input_gradient), with_input_gradient)
+    if strategy is FULL:
+        # Four units, once for forward and once for backward.
+        assert (calls.count("AG"), calls.count("RS")) == (8, 4)

@@ -11,20 +11,17 @@ from torch import Tensor, nn
 
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import chain
-from spec_tests.models.running import Wire
 from spec_tests.models.small import (
     assert_at_rest,
     assert_gradients,
     assert_trains,
     draw,
-    halve_all,
     mean_gradients,
     shard_each,
     square_loss,
-    train_once,
     units_of,
 )
-from spec_tests.models.three_units import FULL, KEEP, NONE, each_strategy
+from spec_tests.models.three_units import FULL, NONE, each_strategy
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import ShardingStrategy
 
@@ -65,20 +62,18 @@ def test_unit_with_the_first_outer_forward_is_the_root() -> None:
 
 @ranks(2)
 def test_two_trees_in_one_loss_train_both() -> None:
-    one, other = sharded(), shard_each(chain(3))
-    plain = nn.ModuleList([with_own_layer(), chain(3)])
+    models, plain = nn.ModuleList([sharded(), shard_each(chain(3))]), nn.ModuleList([with_own_layer(), chain(3)])
 
     def of_both(models: Any, rank: int) -> Tensor:
         return models[0](models[1](draw(rank))).square().mean()
 
+    expected = mean_gradients(plain, of_both)
     for _ in range(2):
-        one.zero_grad()
-        other.zero_grad()
-        of_both((one, other), dist.get_rank()).backward()
-        expected = mean_gradients(plain, of_both)
-        for index, model in enumerate((one, other)):
+        models.zero_grad()
+        of_both(models, dist.get_rank()).backward()
+        for index, model in enumerate(models):
             prefix = f"{index}."
-            mine = {n.removeprefix(prefix): g for n, g in expected.items() if n.startswith(prefix)}
+            mine = {name.removeprefix(prefix): g for name, g in expected.items() if name.startswith(prefix)}
             assert_gradients(model, mine)
             assert_at_rest(model)
 
@@ -88,10 +83,11 @@ def test_two_trees_in_one_loss_train_both() -> None:
 
 @pytest.mark.spec("CTOR-11")
 @pytest.mark.parametrize("before", ["trained", "ran forward", "was evaluated", "broke off"])
+@pytest.mark.parametrize("original", [False, True])
 @each_strategy
 @ranks(2)
-def test_root_takes_over_submodule_that_ran_alone(strategy: ShardingStrategy, before: str) -> None:
-    model = sharded(sharding_strategy=strategy)
+def test_root_takes_over_submodule_that_ran_alone(strategy: ShardingStrategy, original: bool, before: str) -> None:
+    model = sharded(sharding_strategy=strategy, use_orig_params=original)
     plain = with_own_layer()
     part = model[0]
     if before == "trained":
@@ -109,80 +105,3 @@ def test_root_takes_over_submodule_that_ran_alone(strategy: ShardingStrategy, be
     assert part._root_state is model._root_state
     assert part._unit.name == "0"
     assert part._unit.policy.reshard_after_forward is (strategy is FULL), "only the root is kept"
-
-
-@ranks(2)
-def test_submodule_is_evaluated_before_backward_of_root() -> None:
-    model = sharded()
-    plain = with_own_layer()
-    loss = square_loss(model, dist.get_rank())
-    with torch.no_grad():
-        model[1](draw(9))
-    loss.backward()
-    assert_gradients(model, mean_gradients(plain, square_loss))
-    assert_at_rest(model)
-
-
-# --- no stale weights ---
-
-
-def replace_all(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.data = parameter.data * 0.5
-
-
-def step_all(model: nn.Module) -> None:
-    parameters = list(model.parameters())
-    for parameter in parameters:
-        parameter.grad = torch.ones_like(parameter)
-    torch.optim.SGD(parameters, lr=0.125).step()
-    for parameter in parameters:
-        parameter.grad = None
-
-
-def load_all(model: nn.Module) -> None:
-    """Changes the unsharded parameters inside ``summon_full_params``."""
-    if not isinstance(model, FSDP):
-        halve_all(model)
-        return
-    with FSDP.summon_full_params(model):
-        halve_all(model)
-
-
-CHANGES = {"in place": halve_all, "other memory": replace_all, "a step": step_all, "while summoned": load_all}
-
-
-@pytest.mark.spec("SHARD-05", "SHARD-08")
-@pytest.mark.parametrize("original", [False, True])
-@pytest.mark.parametrize("change", CHANGES)
-@each_strategy
-@ranks(2)
-def test_parameters_that_changed_after_a_forward_without_backward_are_new_in_the_next_forward(
-    strategy: ShardingStrategy, change: str, original: bool
-) -> None:
-    if original and strategy is KEEP and change != "while summoned":
-        # The registered parameters are then the all-gathered copies (ORIG-09), and changes to them are lost (FWD-05).
-        strategy = FULL
-    model = sharded(sharding_strategy=strategy, use_orig_params=original)
-    plain = with_own_layer()
-    train_once(model)
-    model.zero_grad()
-    for _ in range(2):
-        model(draw(4))
-        CHANGES[change](model)
-        CHANGES[change](plain)
-        torch.testing.assert_close(model(draw(5)), plain(draw(5)))
-    train_once(model)
-    assert_gradients(model, mean_gradients(plain, square_loss))
-    assert_at_rest(model)
-
-
-@each_strategy
-@ranks(2)
-def test_unchanged_params_are_not_all_gathered_again(strategy: ShardingStrategy) -> None:
-    model = sharded(sharding_strategy=strategy)
-    train_once(model)
-    model(draw(0))
-    with Wire() as wire:
-        model(draw(0))
-    assert wire.calls().count("AG") == {FULL: 2, KEEP: 0, NONE: 0}[strategy]

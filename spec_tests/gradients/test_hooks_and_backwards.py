@@ -5,8 +5,6 @@ No single requirement covers these cases, but existing training loops depend on 
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -17,48 +15,49 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from spec_tests.harness import device, ranks
+from spec_tests.models.apis import Api, every_setting
 from spec_tests.models.gradients import assert_mean_gradients, mean_gradients_of, step_with
 from spec_tests.models.modules import MLP, WIDTH, Block, seeded
-from spec_tests.models.running import batch, iterate, loss_of, recorded_iteration
+from spec_tests.models.running import Wire, batch, iterate, loss_of
 from spec_tests.models.sharding import all_connected, sharded
 from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
-from spec_tests.prefetch.test_counts import WHOLE
 from spec_tests.subject import fully_shard, trace
-from spec_tests.waiting import comes_true
 
 # --- backward ---
 
 
-@pytest.mark.spec("FS2-13", "NEW-07")
+@pytest.mark.api_spec(wrapper=["FWD-07"], fully_shard=["FS2-13", "NEW-07"])
+@every_setting
 @ranks(2)
-def test_a_graph_that_is_kept_can_be_run_backward_twice() -> None:
-    model = sharded()
+def test_a_graph_that_is_kept_can_be_run_backward_twice(api: Api, strategy: Any) -> None:
+    model = api.shard(strategy=strategy)
     loss = loss_of(model(batch()))
-    loss.backward(retain_graph=True)
-    loss.backward()
+    with Wire() as wire:
+        loss.backward(retain_graph=True)
+        loss.backward()
+    # The root and four blocks are reduced once in each backward.
+    assert len(wire.calls("RS", "AR")) == 10
     once = mean_gradients(seeded())
-    assert_same(full_gradients(model), {name: 2 * gradient for name, gradient in once.items()})
+    assert_same(api.gradients(model), {name: 2 * gradient for name, gradient in once.items()})
     model.zero_grad()
-    assert recorded_iteration(model) == WHOLE[None]
+    iterate(model)
+    assert_same(api.gradients(model), once)
 
 
-@pytest.mark.spec("FS2-13")
+@pytest.mark.api_spec(wrapper=[], fully_shard=["FS2-13"])
+@every_setting
 @ranks(2)
-def test_input_gradient_is_correct_and_its_computation_alone_reduces_nothing() -> None:
-    model, plain = sharded(), seeded()
-    for only_input in (True, False):
-        inputs = [batch().requires_grad_() for _ in range(2)]
-        losses = [loss_of(each(x)) for each, x in zip((model, plain), inputs, strict=True)]
-        if only_input:
-            gradients = [torch.autograd.grad(loss, x)[0] for loss, x in zip(losses, inputs, strict=True)]
-        else:
-            for loss in losses:
-                loss.backward()
-            gradients = [x.grad for x in inputs]
-        torch.testing.assert_close(*gradients)
-        if only_input:
-            assert full_gradients(model) == {}
-    assert_same(full_gradients(model), mean_gradients(seeded()))
+def test_input_gradient_is_correct_and_its_computation_alone_reduces_nothing(api: Api, strategy: Any) -> None:
+    model, plain, x = api.shard(strategy=strategy), seeded(), batch().requires_grad_()
+    (expected,) = torch.autograd.grad(loss_of(plain(x)), x)
+    with Wire() as wire:
+        (gradient,) = torch.autograd.grad(loss_of(model(x)), x)
+    torch.testing.assert_close(gradient, expected)
+    assert wire.calls("RS", "AR") == []
+    assert all(parameter.grad is None for parameter in model.parameters())
+    loss_of(model(x)).backward()
+    torch.testing.assert_close(x.grad, expected)
+    assert_same(api.gradients(model), mean_gradients(plain))
 
 
 class Towers(nn.Module):
@@ -86,31 +85,6 @@ def test_tower_without_grad_runs_inside_a_recorded_forward() -> None:
         assert recorder.order("AG") == ["AG frozen", "AG trained", "AG trained"]
 
 
-@pytest.mark.spec("FS2-17", "FS2-21")
-@ranks(2)
-def test_inference_mode_and_training_may_alternate() -> None:
-    model, plain = sharded(), seeded()
-    for step in range(2):
-        with torch.inference_mode():
-            assert torch.equal(model(batch(step)), plain(batch(step)))
-        assert_mean_gradients(model, plain, [step])
-
-
-@pytest.mark.spec("FS2-13", "FS2-PREF-08")
-@ranks(2)
-def test_losses_on_inner_outputs_give_gradients_to_their_units() -> None:
-    def loss(model: Any, x: Tensor) -> Tensor:
-        outputs: list[Tensor] = []
-        hooks = [model.blocks[i].register_forward_hook(lambda _, __, out: outputs.append(out)) for i in (0, 2)]
-        outputs.append(model(x))
-        for hook in hooks:
-            hook.remove()
-        return sum(loss_of(output) for output in outputs)
-
-    # Autograd adds the gradients of several paths into one tensor in the order in which they arrive.
-    assert_mean_gradients(sharded(), seeded(), [0], loss=loss, bitwise=False)
-
-
 # --- calls of single modules ---
 
 
@@ -126,53 +100,7 @@ def test_units_work_independently_if_their_root_is_never_called() -> None:
         assert {type(p.data) for p in model.parameters()} == {DTensor}
 
 
-@pytest.mark.spec("FS2-09", "FS2-21")
-@ranks(2)
-def test_inner_unit_runs_alone_between_iterations_of_root() -> None:
-    model, plain = sharded(), seeded()
-    for step in range(3):
-        with torch.no_grad():
-            assert torch.equal(model.blocks[2](batch(step)), plain.blocks[2](batch(step)))
-        assert_mean_gradients(model, plain, [step])
-
-
 # --- hooks and values of parameters ---
-
-
-@pytest.mark.spec("FS2-13", "FS2-OPT-04")
-@ranks(2)
-def test_an_optimizer_may_step_inside_of_backward() -> None:
-    """Follows a recipe from torch's tutorials that frees each gradient immediately after its use."""
-    model, plain = sharded(), seeded()
-    optimizers = {p: torch.optim.SGD([p], lr=0.1, momentum=0.9) for p in model.parameters()}
-
-    def step_at_once(parameter: nn.Parameter) -> None:
-        optimizers[parameter].step()
-        optimizers[parameter].zero_grad()
-
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(step_at_once)
-    oracle = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
-    for step in range(3):
-        iterate(model, step)
-        assert all(p.grad is None for p in model.parameters())
-        step_with(mean_gradients(plain, (step,)), plain, oracle)
-    assert_same(full_values(model), named(plain))
-
-
-@pytest.mark.spec("FS2-04", "FS2-SD-01")
-@ranks(2)
-def test_model_loaded_while_unsharded_uses_loaded_values() -> None:
-    for reshard_after_forward in (None, False):
-        model, plain = sharded(reshard_after_forward=reshard_after_forward), seeded()
-        with torch.no_grad():
-            model(batch())
-        state = {name: value * 2 for name, value in model.state_dict().items()}
-        model.load_state_dict(state)
-        with torch.no_grad():
-            for parameter in plain.parameters():
-                parameter.mul_(2)
-            assert torch.equal(model(batch()), plain(batch()))
 
 
 @pytest.mark.spec("FS2-04", "FS2-13")
@@ -190,41 +118,6 @@ def test_conversion_of_the_sharded_model_takes_effect(has_run: bool) -> None:
         torch.testing.assert_close(gradient, expected[name])
     for name, value in full_values(model).items():
         torch.testing.assert_close(value, named(plain)[name])
-
-
-class Listed(nn.Module):
-    """Has its parameters in a list and a dict."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scales = nn.ParameterList([torch.ones(WIDTH), torch.full((WIDTH,), 2.0)])
-        self.named = nn.ParameterDict({"shift": torch.zeros(WIDTH)})
-        self.scales[0].is_special = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scales[0] * self.scales[1] + self.named["shift"]
-
-
-@pytest.mark.spec("FS2-04", "FS2-09")
-@ranks(2)
-def test_parameter_lists_and_attributes_of_parameters_are_kept() -> None:
-    model = fully_shard(seeded(Listed))
-    assert [getattr(scale, "is_special", False) for scale in model.scales] == [True, False]
-    assert {type(p.data) for p in model.parameters()} == {DTensor}
-    assert_mean_gradients(model, seeded(Listed))
-
-
-@pytest.mark.spec("FS2-01")
-@ranks(2)
-def test_unreferenced_model_is_deallocated() -> None:
-    model = sharded()
-    iterate(model)
-    gone = [weakref.ref(model), *(weakref.ref(block.linear.weight.to_local()) for block in model.blocks)]
-    del model
-    # An accelerator's backward runs on a separate thread, which releases a graph only when it starts the next.
-    torch.ones(1, device=device(), requires_grad=True).sum().backward()
-    gc.collect()
-    assert comes_true(lambda: [reference() for reference in gone] == [None] * 5)
 
 
 # --- complex numbers ---
@@ -287,17 +180,3 @@ def test_gradients_of_parameters_that_tensor_parallelism_replicates_are_summed()
     loss_of(model(batch())).backward()
     sums = {name: 2 * gradient for name, gradient in mean_gradients(plain, [0]).items()}
     assert_same(full_gradients(model), sums, bitwise=False)
-
-
-@pytest.mark.spec("NEW-05")
-@ranks(4)
-def test_a_parameter_of_tensor_parallelism_stays_registered_on_a_smaller_mesh() -> None:
-    mesh = init_device_mesh(device().type, (4, 1), mesh_dim_names=("data", "tensor"))
-    plain, model = (seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH))) for _ in range(2))
-    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel()})
-    fully_shard(model, mesh=mesh["data"], reshard_after_forward=2)
-    registered = model[0].weight
-    loss = loss_of(model(batch()))
-    assert model[0].weight is registered
-    loss.backward()
-    assert_same(full_gradients(model), mean_gradients(plain, [0]), bitwise=False)

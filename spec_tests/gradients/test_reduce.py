@@ -8,8 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine import collectives
-from minifsdp.engine.collectives import Scaling
 from minifsdp.engine.comm_streams import CommStreams
 from minifsdp.engine.layout import Gradient
 from minifsdp.engine.mesh import Group, MeshGroups, default_group
@@ -97,38 +95,6 @@ def test_a_partial_sum_in_flight_is_included_in_the_next_reduction(is_replicated
     one.reduce(target, plan, Gradient([full(10)]))
     one.finish()
     assert [local_shard.unique().tolist() for local_shard in kept.local_shards] == [[11.5]]
-
-
-class Work:
-    def __init__(self, log: list[str], name: str) -> None:
-        self.log, self.name = log, name
-
-    def wait(self) -> None:
-        self.log.append(f"wait {self.name}")
-
-
-@pytest.mark.pure
-def test_on_the_cpu_a_reduction_is_waited_for_before_the_next_gradient_is_packed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    log: list[str] = []
-
-    def reduce_scatter(group: Group, local_shard: torch.Tensor, whole: torch.Tensor, *_: Any) -> Work:
-        name = str(int(whole[0]))
-        log.append(f"issue {name}")
-        local_shard.copy_(whole[: local_shard.numel()])
-        return Work(log, name)
-
-    monkeypatch.setattr(collectives, "reduce_scatter", reduce_scatter)
-    anything: Any = None
-    plan = ReducePlan(MeshGroups.sharded(Group(anything, 2, 0, (0, 1))), F32, Scaling(1.0, 2.0))
-    one, kept = Reducer(CommStreams(torch.device("cpu"))), Kept()
-    target: Any = kept
-    for number in (1, 2, 3):
-        one.reduce(target, plan, Gradient([torch.full((4,), float(number))]))
-    one.finish()
-    assert log == ["issue 1", "wait 1", "issue 2", "wait 2", "issue 3", "wait 3"]
-    assert [local_shard.tolist() for local_shard in kept.local_shards] == [[0.5, 0.5], [1.0, 1.0], [1.5, 1.5]]
 
 
 # --- a user's hook ---

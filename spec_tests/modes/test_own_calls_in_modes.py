@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import warnings
 from collections.abc import Callable
 
@@ -18,27 +17,26 @@ from minifsdp import FullStateDictConfig, StateDictType, debug, explain, token_s
 from minifsdp import FullyShardedDataParallel as FSDP
 from spec_tests.harness import ranks
 from spec_tests.models.apis import FULLY_SHARD, Api, all_apis, wrapper_apis
-from spec_tests.modes.test_calls_in_modes import MODES, Net, Pair, same
+from spec_tests.modes.test_calls_in_modes import MODES, Net, Run, assert_equal
 
 pytestmark = pytest.mark.cpu
 
 
 @pytest.mark.spec("PAR-10")
 @wrapper_apis
+@pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("mode", MODES)
 @ranks(2)
-def test_full_values_on_the_first_rank_in_a_mode(api: Api, mode: str) -> None:
-    for steps in (0, 1):
-        pair = Pair(api, MODES[mode], steps)
-        with pair.mode(), FSDP.summon_full_params(pair.model, rank0_only=True, writeback=False, offload_to_cpu=True):
-            if dist.get_rank() == 0:
-                same(dict(pair.model.named_parameters()), dict(pair.plain.named_parameters()))
-        form = StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
-        with pair.mode(), FSDP.state_dict_type(pair.model, *form):
-            state = pair.model.state_dict()
-        same(state, pair.plain.state_dict() if dist.get_rank() == 0 else {})
-        pair.train()
-        pair.check()
+def test_full_values_on_the_first_rank_in_a_mode(api: Api, mode: str, steps: int) -> None:
+    run, plain = (Run(one, MODES[mode], steps) for one in (api, None))
+    with run.mode(), FSDP.summon_full_params(run.model, rank0_only=True, writeback=False, offload_to_cpu=True):
+        if dist.get_rank() == 0:
+            assert_equal(dict(run.model.named_parameters()), plain.values())
+    form = StateDictType.FULL_STATE_DICT, FullStateDictConfig(offload_to_cpu=True, rank0_only=True)
+    with run.mode(), FSDP.state_dict_type(run.model, *form):
+        state = run.model.state_dict()
+    assert_equal(state, plain.model.state_dict() if dist.get_rank() == 0 else {})
+    run.train()
 
 
 @pytest.mark.spec("PAR-10")
@@ -47,13 +45,14 @@ def test_full_values_on_the_first_rank_in_a_mode(api: Api, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @ranks(2)
 def test_optimizer_states_in_a_mode(api: Api, form: str, mode: str) -> None:
-    pair = Pair(api, MODES[mode], 1)
-    with FSDP.state_dict_type(pair.model, StateDictType[f"{form}_STATE_DICT"]), pair.mode():
-        states = FSDP.optim_state_dict(pair.model, pair.optimizer)
-        loadable = FSDP.optim_state_dict_to_load(pair.model, pair.optimizer, states)
-        pair.optimizer.load_state_dict(loadable)
-    pair.train()
-    pair.check()
+    run, plain = (Run(one, MODES[mode], steps=1) for one in (api, None))
+    with FSDP.state_dict_type(run.model, StateDictType[f"{form}_STATE_DICT"]), run.mode():
+        states = FSDP.optim_state_dict(run.model, run.optimizer)
+        loadable = FSDP.optim_state_dict_to_load(run.model, run.optimizer, states)
+        run.optimizer.load_state_dict(loadable)
+    run.train()
+    plain.train()
+    assert_equal(run.values(), plain.values())
 
 
 @pytest.mark.spec("PAR-10")
@@ -61,15 +60,12 @@ def test_optimizer_states_in_a_mode(api: Api, form: str, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @ranks(2)
 def test_broadcast_of_initial_values_in_a_mode(api: Api, mode: str) -> None:
-    pair = Pair(api, MODES[mode], 0)
-    model = copy.deepcopy(pair.plain)
+    run, model = Run(api, MODES[mode]), Net()
     for parameter in model.parameters():
         nn.init.constant_(parameter, dist.get_rank())
-    with pair.mode():
-        pair.model = pair.sharded(model, sync_module_states=True)
-    for parameter in pair.plain.parameters():
-        nn.init.constant_(parameter, 0)
-    pair.check()
+    with run.mode():
+        run.model = run.sharded(model, sync_module_states=True)
+    assert not any(value.any() for value in run.values().values())
 
 
 @pytest.mark.spec("PAR-10")
@@ -77,17 +73,14 @@ def test_broadcast_of_initial_values_in_a_mode(api: Api, mode: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 @ranks(2)
 def test_checks_and_records_in_a_mode(api: Api, mode: str) -> None:
-    pair = Pair(api, MODES[mode], 0)
     with debug():
-        model = copy.deepcopy(pair.plain)
-        with pair.mode(), trace.record() as recorder:
-            pair.model = pair.sharded(model)
-            output = pair.model(pair.x)
-            assert "first" in str(explain(pair.model))
-        assert recorder.order("AG")
-        if output.requires_grad:
-            with pair.mode():
-                output.float().sum().backward()
+        run = Run(api, MODES[mode], inside=MODES[mode])
+        with run.mode(), trace.record() as recorder:
+            loss = run.loss()
+            assert "first" in str(explain(run.model))
+            if loss.requires_grad:
+                loss.float().backward()
+    assert recorder.order("AG")
 
 
 @pytest.mark.spec("PAR-10")
@@ -101,43 +94,36 @@ def test_batches_and_tokens_in_a_mode(mode: str) -> None:
     assert (scale.device.type, scale.dtype, scale.item()) == ("cpu", torch.float32, 0.25)
 
 
-def forward(pair: Pair) -> None:
-    pair.model(pair.x)
+def summon(run: Run) -> None:
+    with FSDP.summon_full_params(run.model):
+        pass
 
 
-def full_values(pair: Pair) -> None:
-    if pair.api == FULLY_SHARD:
-        pair.model.first.unshard()
-    else:
-        with FSDP.summon_full_params(pair.model):
-            pass
-
-
-def state_dict(pair: Pair) -> None:
-    if pair.api == FULLY_SHARD:
-        forward(pair)
-    else:
-        pair.model.state_dict()
-
-
-def clip(pair: Pair) -> None:
-    if pair.api == FULLY_SHARD:
-        forward(pair)
-    else:
-        pair.model.clip_grad_norm_(1.0)
+# The state dicts and the clipping of `fully_shard` are operations of torch on DTensors.
+WRAPPER_CALLS: list[Callable[[Run], object]] = [
+    lambda run: run.model(run.x),
+    lambda run: run.model.state_dict(),
+    lambda run: run.model.clip_grad_norm_(1.0),
+    summon,
+]
+FULLY_SHARD_CALLS: list[Callable[[Run], object]] = [
+    lambda run: run.model(run.x),
+    lambda run: run.model.first.unshard(),
+]
 
 
 @pytest.mark.spec("PAR-11")
 @all_apis
-@pytest.mark.parametrize("call", [forward, full_values, state_dict, clip], ids=lambda call: call.__name__)
 @pytest.mark.parametrize("steps", [0, 1])
 @ranks(2)
-def test_a_call_with_fake_tensors_raises_an_error(api: Api, call: Callable[[Pair], None], steps: int) -> None:
-    pair = Pair(api, contextlib.nullcontext, steps)
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="FakeTensorMode"):
-        call(pair)
-    pair.train()
-    pair.check()
+def test_a_call_with_fake_tensors_raises_an_error(api: Api, steps: int) -> None:
+    for call in FULLY_SHARD_CALLS if api == FULLY_SHARD else WRAPPER_CALLS:
+        run, plain = (Run(one, contextlib.nullcontext, steps) for one in (api, None))
+        with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="FakeTensorMode"):
+            call(run)
+        run.train()
+        plain.train()
+        assert_equal(run.values(), plain.values())
 
 
 @pytest.mark.spec("PAR-11")
@@ -145,14 +131,13 @@ def test_a_call_with_fake_tensors_raises_an_error(api: Api, call: Callable[[Pair
 @pytest.mark.parametrize("is_active", [True, False], ids=["inside of the mode", "outside of the mode"])
 @ranks(2)
 def test_a_forward_of_fake_parameters_raises_an_error(api: Api, is_active: bool) -> None:
-    pair = Pair(api, contextlib.nullcontext, 0)
+    run = Run(api, contextlib.nullcontext)
     options = {"mesh": init_device_mesh("cpu", (2,))} if api == FULLY_SHARD else {}
     with warnings.catch_warnings():
         # torch warns if the address of a fake tensor is read.
         warnings.simplefilter("ignore")
         with FakeTensorMode() as mode:
-            model, x = pair.sharded(Net(), **options), torch.ones(2, 4)
+            model, x = run.sharded(Net(), **options), torch.ones(2, 4)
         with mode if is_active else contextlib.nullcontext(), pytest.raises(RuntimeError, match="FakeTensorMode"):
             model(x)
-    pair.train()
-    pair.check()
+    run.train()

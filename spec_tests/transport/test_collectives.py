@@ -80,29 +80,13 @@ def test_source_of_a_broadcast_is_an_index_in_the_group_and_not_a_global_rank() 
     assert tensor.tolist() == [2 * mine + 1]
 
 
-def _all_reduce_two_ways(num_elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-    group = whole_world()
-    gradient = torch.randn(num_elements, generator=torch.Generator().manual_seed(dist.get_rank())).to(device())
-    reduced = gradient.clone()
-    all_reduce(group, reduced).wait()
-    local_shard = gradient.new_empty(num_elements // group.size)
-    reduce_scatter(group, local_shard, gradient).wait()
-    put_together = torch.empty_like(gradient)
-    all_gather(group, put_together, local_shard).wait()
-    return reduced, put_together
-
-
 @pytest.mark.spec("PAR-04")
 @pytest.mark.parametrize("num_elements", [2, 10000])
 @ranks(2)
 def test_all_reduce_equals_reduce_scatter_and_all_gather_bitwise(num_elements: int) -> None:
-    reduced, put_together = _all_reduce_two_ways(num_elements)
-    assert torch.equal(reduced, put_together)
-
-
-@pytest.mark.spec("PAR-04")
-@pytest.mark.parametrize("num_elements", [4, 10000])
-@ranks(4)
-def test_both_forms_of_all_reduce_on_four_ranks_differ_at_most_by_the_order_of_the_sum(num_elements: int) -> None:
-    reduced, put_together = _all_reduce_two_ways(num_elements)
-    torch.testing.assert_close(reduced, put_together, rtol=1e-6, atol=1e-6)
+    gradient = torch.randn(num_elements, generator=torch.Generator().manual_seed(dist.get_rank())).to(device())
+    reduced, local_shard = gradient.clone(), gradient.new_empty(num_elements // 2)
+    all_reduce(whole_world(), reduced).wait()
+    reduce_scatter(whole_world(), local_shard, gradient).wait()
+    all_gather(whole_world(), gradient, local_shard).wait()
+    assert torch.equal(reduced, gradient)

@@ -15,10 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed import multi_threaded_pg
 
-from minifsdp.cases.optimizer_steps import OptimizerSteps
 from minifsdp.checks import rank_checks
 from minifsdp.checks.collective_log import log
-from minifsdp.engine.layout import Steps
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import fully_shard
 
@@ -130,32 +128,3 @@ def test_only_the_rank_that_has_ended_its_group_can_no_longer_communicate(api: s
 
     assert run_in_threads(body) == []
     assert len(texts) == 1
-
-
-@pytest.mark.spec("LEDGER-19")
-def test_a_rank_may_step_while_another_rank_shards_a_model() -> None:
-    counter, weight = OptimizerSteps(), nn.Parameter(torch.ones(1))
-
-    class Sharded:
-        """Replaces a layout. The other rank shards a model while this one is looked at."""
-
-        leaves = ()
-        stepped_at, steps, group = 0, Steps(), None
-
-        @property
-        def local_parameters(self) -> list[nn.Parameter]:
-            if other_rank.ident is None:
-                other_rank.start()
-                other_rank.join(0.2)
-            return [weight]
-
-    layouts: list[Any] = [Sharded() for _ in range(3)]
-    other_rank = threading.Thread(target=counter.add, args=(layouts[2],))
-    try:
-        for layout in layouts[:2]:
-            counter.add(layout)
-        assert counter._count_step(torch.optim.SGD([weight]))
-        other_rank.join()
-        assert len(counter._layouts) == 3
-    finally:
-        counter._hook.remove()

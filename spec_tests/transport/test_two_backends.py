@@ -12,6 +12,7 @@ from minifsdp.checks.collective_log import log
 from minifsdp.engine.exchange import call
 from minifsdp.engine.mesh import Group
 from spec_tests.harness import ranks
+from spec_tests.subject import FullyShardedDataParallel
 
 
 @pytest.mark.spec("STREAM-19")
@@ -19,7 +20,9 @@ from spec_tests.harness import ranks
 @pytest.mark.parametrize("kind", ["cpu", "meta"])
 @ranks(2)
 def test_only_cpu_tensors_are_compared_between_cpus_before_they_are_sent(kind: str) -> None:
-    group: Any = Group.of(dist.group.WORLD)
+    # The checks begin with the first sharded model.
+    FullyShardedDataParallel(torch.nn.Linear(2, 2), device_id=torch.device("cpu"))
+    group: Any = Group.of(dist.new_group())
     checked: list[int] = []
     sent: list[torch.Tensor] = []
 

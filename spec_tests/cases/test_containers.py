@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from spec_tests.harness import device, ranks
+from spec_tests.models.apis import Api, all_apis
 from spec_tests.models.gradients import assert_learns_alike
+from spec_tests.models.kinds import every_kind, shard
+from spec_tests.models.values import assert_same
 from spec_tests.subject import (
     FullyShardedDataParallel,
     MixedPrecision,
     MixedPrecisionPolicy,
-    ShardingStrategy,
     fully_shard,
 )
 
@@ -179,48 +181,22 @@ class Net(nn.Module):
         return result
 
 
-def in_place(model: Net, **options: Any) -> Any:
-    for module in (model.start, model.gives, model.takes):
-        fully_shard(module, **options)
-    return fully_shard(model, **options)
-
-
-def around(strategy: str, *, keeps_originals: bool) -> Callable[[Net], Any]:
-    def wrapped(module: nn.Module) -> nn.Module:
-        chosen = ShardingStrategy[strategy]
-        return FullyShardedDataParallel(
-            module, sharding_strategy=chosen, use_orig_params=keeps_originals, device_id=device()
-        )
-
-    def shard(model: Net) -> Any:
-        for name in ("start", "gives", "takes"):
-            setattr(model, name, wrapped(getattr(model, name)))
-        return wrapped(model)
-
-    return shard
-
-
-APIS: dict[str, Callable[[Net], Any]] = {
-    "fully_shard": in_place,
-    "FULL_SHARD": around("FULL_SHARD", keeps_originals=False),
-    "FULL_SHARD originals": around("FULL_SHARD", keeps_originals=True),
-    "SHARD_GRAD_OP": around("SHARD_GRAD_OP", keeps_originals=False),
-    "NO_SHARD originals": around("NO_SHARD", keeps_originals=True),
-}
-
-
 def batch() -> Tensor:
     return torch.randn(4, 8, generator=torch.Generator().manual_seed(1)).to(device())
 
 
+def square_loss(model: Any) -> Tensor:
+    return model(batch()).square().mean()
+
+
 @pytest.mark.spec("PROG-80", "FS2-13")
-@pytest.mark.parametrize("api", APIS)
+@every_kind
 @ranks(2)
-def test_outputs_and_inputs_in_any_container_train_as_the_plain_model(api: str) -> None:
+def test_outputs_and_inputs_in_any_container_train_as_the_plain_model(kind: str) -> None:
     for make in CONTAINERS.values():
         plain = Net(make).to(device())
-        model = APIS[api](copy.deepcopy(plain))
-        assert_learns_alike(plain, model, lambda net: net(batch()).square().mean())
+        model = shard(kind, copy.deepcopy(plain), ["start", "gives", "takes"])
+        assert_learns_alike(plain, model, square_loss)
 
 
 @pytest.mark.spec("FS2-13")
@@ -228,19 +204,71 @@ def test_outputs_and_inputs_in_any_container_train_as_the_plain_model(api: str) 
 def test_units_without_detected_inputs_and_outputs_are_reduced() -> None:
     plain = Net(Attributes).to(device())
     # There is no output gradient whose hook could trigger the all-gather in backward.
-    model = in_place(copy.deepcopy(plain), reshard_after_forward=False)
-    assert_learns_alike(plain, model, lambda net: net(batch()).square().mean())
+    model = shard("fully_shard False", copy.deepcopy(plain), ["start", "gives", "takes"])
+    assert_learns_alike(plain, model, square_loss)
 
 
 @pytest.mark.spec("PROG-80")
 @pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("kind", ["fully_shard True", "flat FULL_SHARD"])
 @ranks(2)
-def test_the_loss_may_use_one_tensor_of_the_container(index: int) -> None:
+def test_the_loss_may_use_one_tensor_of_the_container(kind: str, index: int) -> None:
     for make in (*CONTAINERS.values(), Attributes):
-        for shard in (APIS["fully_shard"], APIS["FULL_SHARD"]):
-            plain = Net(make).to(device())
-            model = shard(copy.deepcopy(plain))
-            assert_learns_alike(plain.gives, model.gives, lambda net: get(net(batch()), index).square().mean())
+        plain = Gives(make).to(device())
+        model = shard(kind, copy.deepcopy(plain), ["first"])
+        assert_learns_alike(plain, model, lambda net: get(net(batch()), index).square().mean())
+
+
+@pytest.mark.spec("PROG-80")
+@every_kind
+@ranks(2)
+def test_a_unit_that_returns_a_sparse_tensor_trains(kind: str) -> None:
+    class GivesSparse(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).to_sparse()
+
+    class ReadsSparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.block, self.head = GivesSparse(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.block(x).to_dense())
+
+    plain = ReadsSparse().to(device())
+    assert_learns_alike(plain, shard(kind, copy.deepcopy(plain), ["block"]), square_loss)
+
+
+@pytest.mark.spec("FS2-13", "MP-17")
+@pytest.mark.parametrize("depth", [0, 1, 3, 6, 12])
+@all_apis
+@ranks(2)
+def test_inputs_are_cast_and_outputs_train_at_each_depth_of_containers(api: Api, depth: int) -> None:
+    def packed(value: Any) -> Any:
+        for level in range(depth):
+            value = ([value], (value, None), {0: value})[level % 3]
+        return value
+
+    def unpacked(value: Any) -> Tensor:
+        for _ in range(depth):
+            value = value[0]
+        return value
+
+    class Packs(nn.Linear):
+        def forward(self, x: Any) -> Any:
+            return packed(super().forward(unpacked(x)))
+
+    plain = nn.Sequential(Packs(8, 8)).to(device())
+    precision = {"param_dtype": torch.float64, "cast_forward_inputs": True}
+    model = api.shard(copy.deepcopy(plain), unit_classes=(Packs,), precision=precision)
+    plain.double()
+    for net, x in ((plain, batch().double()), (model, batch())):
+        output = unpacked(net(packed(x)))
+        assert output.dtype is torch.float64
+        output.square().mean().backward()
+    expected = {name: parameter.grad.float() for name, parameter in plain.named_parameters()}
+    assert_same(api.gradients(model), expected, bitwise=True)
 
 
 def dtypes_seen_by(takes: nn.Module) -> list[torch.dtype]:
@@ -305,29 +333,3 @@ def test_a_module_may_add_to_a_registered_container_of_its_caller(trains: bool) 
         assert_learns_alike(plain, model, lambda net: run(net)[1].square().mean())
     with torch.set_grad_enabled(trains):
         assert len(run(model)[0].tensors) == 3
-
-
-class Fills(nn.Module):
-    """Puts its result into a list inside of a keyword argument, and removes an entry of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lin = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor, *, cache: dict[str, Any]) -> None:
-        cache["layers"][0].append(torch.tanh(self.lin(x) + cache.pop("old")))
-
-
-@pytest.mark.spec("PROG-29")
-@ranks(2)
-def test_the_caller_finds_all_changes_of_nested_lists_and_dicts() -> None:
-    def loss(net: Any) -> Tensor:
-        x, results = batch().requires_grad_(), []
-        cache = {"old": x, "layers": [results]}
-        net(x, cache=cache)
-        assert list(cache) == ["layers"]
-        assert cache["layers"][0] is results
-        return results[0].square().mean()
-
-    plain = Fills().to(device())
-    assert_learns_alike(plain, fully_shard(copy.deepcopy(plain)), loss)
