@@ -1,20 +1,20 @@
 """Methods of torch's ``FSDPModule`` that are not supported: they raise an error that names an alternative.
 
-A program for special hardware sets its own communication, and was written for torch::
+A program for GPUs with symmetric memory was written for torch::
 
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_all_gather(MyAllGather())
+            module.set_symm_mem_for_comm()
 
 Without this case, an older torch raises an ``AttributeError``. A newer torch has this method in its own class, which is
 a base class of each sharded module. The method would then look for the attributes of torch's state.
 
 The case is a base class of `FSDPModule`, and `without_methods` replaces torch's class among the base classes.
 
-*In torch:* these methods choose communication, memory and streams of a unit.
+*In torch:* these methods choose the memory and the streams of a unit.
 
 Spec: NEW-10, NEW-18, NEW-26.
 """
@@ -37,45 +37,9 @@ class UnsupportedMethods:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """No effect (NEW-10): collectives here always sum, and the division is a separate step."""
 
-    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
-        """Not supported (NEW-18), except with ``keep=False``."""
-        if keep:
-            raise _not_offered(
-                "set_keep_unsharded_storage", "set_reshard_after_forward(False)"
-            )
-
-    def set_custom_all_gather(self, comm: Any) -> NoReturn:
-        """Not supported (NEW-18)."""
-        raise _not_offered("set_custom_all_gather", "the built-in all-gather")
-
-    def set_custom_reduce_scatter(self, comm: Any) -> NoReturn:
-        """Not supported (NEW-18)."""
-        raise _not_offered(
-            "set_custom_reduce_scatter",
-            "set_all_reduce_hook to look at reduced gradients",
-        )
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Not supported (NEW-18), except with ``enable=False``."""
-        if enable:
-            raise _not_offered(
-                "set_allocate_memory_from_process_group_for_comm",
-                "PyTorch's own allocator",
-            )
-
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
         """Not supported (NEW-18)."""
         raise _not_offered("set_symm_mem_for_comm", "PyTorch's own allocator")
-
-    def set_separate_reduce_scatter_group(
-        self, enable: bool = True, *, recurse: bool = True
-    ) -> None:
-        """Not supported (NEW-18), except with ``enable=False``."""
-        if enable:
-            raise _not_offered(
-                "set_separate_reduce_scatter_group",
-                "one process group; reductions have their own stream",
-            )
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True

@@ -18,7 +18,8 @@ bytes if gloo or NCCL does not support the dtype.
 The functions call the methods of the ``ProcessGroup`` directly, with option objects created once. The public functions
 of ``torch.distributed`` look up the group, check dtypes and wrap exceptions in each call, which for tiny units costs
 more than the rest of the engine. Profilers and dispatch modes see the same ``c10d`` operators in both cases. Between
-CPUs, another transport can replace the group for the first two collectives, see `Group.transport`.
+CPUs, another transport can replace the group for the first two collectives, see `Group.transport`. An object of a case
+can replace both, see `Group.sender`.
 
 The functions return a handle to wait for. It hides a difference between backends: gloo returns a ``Work``, and NCCL
 returns ``None``. An NCCL kernel runs on the stream on which it was issued, so later work on this stream runs after it.
@@ -56,15 +57,13 @@ def on_current_stream(options: Any) -> Any:
 
 
 GATHER = on_current_stream(c10d.AllgatherOptions())
-_REDUCE_SCATTER = on_current_stream(c10d.ReduceScatterOptions())
+REDUCE_SCATTER = on_current_stream(c10d.ReduceScatterOptions())
 ALL_REDUCE = on_current_stream(c10d.AllreduceOptions())
 
 # torch 2.13 introduced the new names; earlier versions have only the old ones.
 _IS_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
 GATHER_METHOD = "all_gather_single" if _IS_RENAMED else "_allgather_base"
-_REDUCE_SCATTER_METHOD = (
-    "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
-)
+SCATTER_METHOD = "reduce_scatter_single" if _IS_RENAMED else "_reduce_scatter_base"
 
 # Both gloo and NCCL can send these dtypes, and other dtypes as bytes.
 SENDABLE = {
@@ -95,7 +94,7 @@ def all_gather(
         unit: the name of the unit, if the collective belongs to a unit. The functions below have the same argument.
     """
     transport = group.transport if output.is_cpu else None
-    method = getattr(transport or group.process_group, GATHER_METHOD)
+    method = getattr(group.sender or transport or group.process_group, GATHER_METHOD)
     sent = [output, local_shard]
     if output.dtype not in SENDABLE:
         sent = [tensor.view(torch.uint8) for tensor in sent]
@@ -141,8 +140,8 @@ def reduce_scatter(
         local_shard = torch.view_as_real(local_shard)
         whole = torch.view_as_real(whole)
     transport = group.transport if whole.is_cpu else None
-    method = getattr(transport or group.process_group, _REDUCE_SCATTER_METHOD)
-    sent = (local_shard, whole, _REDUCE_SCATTER)
+    method = getattr(group.sender or transport or group.process_group, SCATTER_METHOD)
+    sent = (local_shard, whole, REDUCE_SCATTER)
     return events.collective(
         "reduce-scatter", group, [whole], method, sent, unit, parts
     )

@@ -48,6 +48,8 @@ class Group:
         rank: this process's position in it, from 0.
         ranks: the global ranks of its members, in order of position.
         notes: values that an observer keeps with this group.
+        sender: an object of a case that sends instead of the process group and the transport, or ``None``. It has
+            methods with the names of the process group's.
     """
 
     process_group: dist.ProcessGroup
@@ -55,6 +57,7 @@ class Group:
     rank: int
     ranks: tuple[int, ...]
     notes: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    sender: Any = None
 
     @cached_property
     def transport(self) -> Any:

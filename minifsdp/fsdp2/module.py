@@ -12,7 +12,7 @@ Most methods set an option of one unit or of all units in the module. Worked exa
 
 *In torch:* the class of the same name in ``_fully_shard.py``.
 
-Spec: FS2-02, FS2-19, FS2-20, FS2-27, FS2-28, FS2-PREF, FS2-SYNC, NEW-06 to NEW-18.
+Spec: FS2-02, FS2-19, FS2-20, FS2-27, FS2-28, FS2-PREF, FS2-SYNC, NEW-06 to NEW-18, NEW-27 to NEW-29.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from torch import nn
 
 from minifsdp.cases.ddp_around import RefusesDDP
 from minifsdp.cases.hook_streams import on_stream
+from minifsdp.cases.kept_storage import KeepsStorage
 from minifsdp.cases.manual_finalization import ManualFinalization
+from minifsdp.cases.program_collectives import ProgramCollectives
 from minifsdp.cases.replaced_parameters import accept_changes
 from minifsdp.cases.smaller_mesh import leave_smaller_mesh
 from minifsdp.cases.unsupported_methods import UnsupportedMethods, without_methods
@@ -70,7 +72,9 @@ class UnshardHandle:
 
 
 # The base classes are cases with methods of their own, see ``minifsdp/cases``.
-class FSDPModule(ManualFinalization, RefusesDDP, UnsupportedMethods):
+class FSDPModule(
+    KeepsStorage, ManualFinalization, ProgramCollectives, RefusesDDP, UnsupportedMethods
+):
     """A module on which ``fully_shard`` was called, never constructed directly. All ranks must set equal options."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
