@@ -26,11 +26,8 @@ def test_the_names_of_classes_are_those_of_torch(name: str) -> None:
 
 
 SPECIAL: list[tuple[str, tuple[Any, ...]]] = [
-    ("set_custom_all_gather", (object(),)),
-    ("set_custom_reduce_scatter", (object(),)),
-    ("set_allocate_memory_from_process_group_for_comm", (True,)),
+    ("set_reduce_scatter_max_input_buffers", (2,)),
     ("set_symm_mem_for_comm", ()),
-    ("set_separate_reduce_scatter_group", ()),
 ]
 
 

@@ -133,7 +133,7 @@ def test_evaluation_copies_shards_to_the_device_and_nothing_back(api: Api) -> No
     assert [event.kind for event in recorder.events if event.kind in ("H2D", "AG", "D2H")] == ["H2D", "AG"] * len(UNITS)
 
 
-@pytest.mark.api_spec(wrapper=["OFF-02", "OFF-03"], fully_shard=["FS2-OFF-01", "MIG-07"])
+@pytest.mark.api_spec(wrapper=["OFF-02", "OFF-03", "LEGACY-14"], fully_shard=["FS2-OFF-01", "MIG-07"])
 @every_setting
 @ranks(2)
 def test_shards_gradients_and_optimizer_state_are_on_the_cpu(api: Api, strategy: ShardingStrategy) -> None:
