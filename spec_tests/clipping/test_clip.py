@@ -21,7 +21,7 @@ from spec_tests.models.running import Wire, batch, iterate, loss_of
 from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_STRATEGIES, NO_SHARD, SHARD_GRAD_OP, wrapped
 from spec_tests.models.values import assert_same, local_gradients, mean_gradients
 from spec_tests.oracles.tolerance import tolerance
-from spec_tests.subject import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy
 
 NORM_TYPES = (1, 2.0, 3, math.inf, "inf")
 

@@ -27,9 +27,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 # The operations that sharding applies to a parameter: split, pad, copy to a device, view. Their results keep the class.
-KEEPS_THE_CLASS = (
-    "detach clone slice split narrow view as_strided _to_copy new_zeros empty_like copy_ _pin_memory alias".split()
-)
+KEEPS_THE_CLASS = {
+    *("detach", "view", "alias", "as_strided", "slice", "narrow", "split"),
+    *("clone", "copy_", "_to_copy", "_pin_memory", "new_zeros", "empty_like"),
+}
 
 
 class Holds(Tensor):

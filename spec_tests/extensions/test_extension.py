@@ -46,7 +46,9 @@ def test_layer_computes_with_weights_rebuilt_from_int8_and_the_shard_keeps_its_p
     shards = plain.weight.detach().clone().chunk(2)
     steps = [shard.abs().max() / 127 for shard in shards]
     with torch.no_grad():
-        plain.weight.copy_(torch.cat([(shard / step).round() * step for shard, step in zip(shards, steps, strict=True)]))
+        plain.weight.copy_(
+            torch.cat([(shard / step).round() * step for shard, step in zip(shards, steps, strict=True)])
+        )
     for step in range(2):
         torch.testing.assert_close(layer(batch(step)), plain(batch(step)))
     layer(batch()).sum().backward()
@@ -70,7 +72,7 @@ def test_a_quarter_of_the_bytes_is_sent() -> None:
     with count_collectives() as counts:
         layer(batch())
     num_elements = 4 * WIDTH
-    assert counts.num_bytes["all_gather"] == num_elements + 2 * 4, "one byte for each, and a scale for each of two ranks"
+    assert counts.num_bytes["all_gather"] == num_elements + 2 * 4, "and one scale for each of two ranks"
 
 
 @pytest.mark.spec("FS2-EXT-04")

@@ -222,18 +222,6 @@ def test_summoned_parameters_are_those_of_tensor_parallelism_and_changes_persist
     torch.testing.assert_close(model(mine(0)), other(mine(0)))
 
 
-@pytest.mark.spec("NEW-01", "ORIG-03")
-@ranks(4)
-def test_original_parameters_between_computations_are_ordinary_local_shards() -> None:
-    model = built(use_orig_params=True)
-    for _ in range(2):
-        for name, parameter in model.named_parameters():
-            assert isinstance(parameter, nn.Parameter), name
-            assert not isinstance(parameter, DTensor), name
-            assert parameter.dim() == 1, name
-        loss_of(model(mine(0))).backward()
-
-
 @pytest.mark.spec("CTOR-05")
 @ranks(4)
 def test_step_of_an_optimizer_with_replaced_parameters_of_tensor_parallelism_causes_a_warning() -> None:
