@@ -136,7 +136,7 @@ def test_a_pipeline_over_sharded_stages_trains_as_the_plain_model(
         fully_shard(model[index], mesh=mesh["dp"], reshard_after_forward=False)
     group = mesh["pp"].get_group()
     stages = [PipelineStage(model[index], index, num_stages, device(), group=group) for index in mine]
-    schedule = schedule_class(stages[0] if placement is ONE_EACH else stages, 4, loss_fn=loss, **options)
+    schedule = schedule_class(stages[0] if len(stages) == 1 else stages, 4, loss_fn=loss, **options)
     parameters = [parameter for index in mine for parameter in model[index].parameters()]
     optimizers = [torch.optim.SGD(of, lr=0.1) for of in (plain.parameters(), parameters)]
     for step in range(2):

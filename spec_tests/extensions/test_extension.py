@@ -91,8 +91,8 @@ class Notes(Plain):
 
     given: list[Any] = []
 
-    def fsdp_pre_all_gather(self, *arguments: Any) -> Any:
-        Notes.given.append(arguments)
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+        Notes.given.append((mesh, size, stride, module, policy))
         return (self.inner,), "metadata"
 
     def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
@@ -162,7 +162,7 @@ def test_gathered_tensors_that_an_extension_releases_have_no_memory_in_forward()
 class OnlyBefore(Holds):
     """Defines only the first of the two methods, by mistake."""
 
-    def fsdp_pre_all_gather(self, *arguments: Any) -> Any:
+    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
         return (self.inner,), None
 
 

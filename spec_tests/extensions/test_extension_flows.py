@@ -97,7 +97,7 @@ def test_tensors_with_any_strides_are_sent_and_used_in_forward(rows: int) -> Non
 # --- models built on the meta device ---
 
 
-def narrowed(mine: Any, *arguments: Any) -> Any:
+def narrowed(mine: Any, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
     """The first method: sends bfloat16."""
     return ((mine.inner if isinstance(mine, Half) else mine).to(NARROW),), None
 
