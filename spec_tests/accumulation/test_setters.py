@@ -87,7 +87,7 @@ def test_unreduced_gradients_add_up_in_the_dtype_of_the_reduction() -> None:
 # For each micro-batch: the calls before it, with their value.
 SETTERS = [
     [{"all_reduce": False}, {}, {"all_reduce": True}],
-    [{"gradient_sync": False, "all_reduce": False}, {"gradient_sync": True}, {"all_reduce": True}],
+    [{"gradient_sync": False, "all_reduce": False}, {"gradient_sync": True, "all_reduce": False}, {"all_reduce": True}],
     [{"all_reduce": False}, {"gradient_sync": True}],
 ]
 
