@@ -7,27 +7,19 @@ Inside, a backward keeps this rank's unreduced, unsharded gradient. The first ba
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from spec_tests.harness import device, ranks
-from spec_tests.models.apis import WRAPPED
+from spec_tests.models.apis import ORIGINALS, WRAPPED, Api, wrapper_apis
 from spec_tests.models.modules import UNITS, seeded
-from spec_tests.models.running import Watch, Wire, batch, iterate, loss_of, of_unit
-from spec_tests.models.sharding import (
-    FLAT_STRATEGIES,
-    FULL_SHARD,
-    HYBRID_STRATEGIES,
-    NO_SHARD,
-    SHARD_GRAD_OP,
-    wrapped,
-)
+from spec_tests.models.running import Watch, Wire, batch, iterate, loss_of
+from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_STRATEGIES, NO_SHARD, SHARD_GRAD_OP
 from spec_tests.models.values import (
     assert_same,
     flat_gradients,
@@ -38,37 +30,41 @@ from spec_tests.models.values import (
     mean_gradients,
     named,
 )
-from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, trace
+from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy
 
 flat_strategies = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
-hybrid_strategies = pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
+
+
+def assert_unreduced(model: FullyShardedDataParallel, *steps: int) -> None:
+    """The flat gradients are the sums of this rank's gradients of some steps."""
+    plain, found = seeded(), flat_gradients(model)
+    expected = flattened(plain, local_gradients(plain, steps, dist.get_rank()))
+    # On four ranks, units end with padding.
+    assert_same({unit: found[unit][: len(row)] for unit, row in expected.items()}, expected)
+
+
+def reduces(model: FullyShardedDataParallel, step: int) -> bool:
+    """Whether an iteration reduces. All units must give the same result."""
+    with Wire() as wire:
+        iterate(model, step)
+    count = len(wire.calls("RS", "AR"))
+    assert count in (0, len(UNITS))
+    return count > 0
 
 
 # --- inside the context ---
 
 
-@pytest.mark.spec("NOSYNC-01", "NOSYNC-04", "NOSYNC-05")
-@flat_strategies
-@ranks(2)
-def test_gradients_inside_no_sync_are_unreduced_and_have_the_size_of_the_full_unit(strategy: ShardingStrategy) -> None:
-    compare_unreduced(strategy)
-
-
-@pytest.mark.spec("NOSYNC-01", "NOSYNC-09")
-@hybrid_strategies
+@pytest.mark.spec("NOSYNC-01", "NOSYNC-04", "NOSYNC-05", "NOSYNC-09")
+@pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
 @ranks(4)
-def test_gradients_of_a_hybrid_inside_no_sync_are_unreduced(strategy: ShardingStrategy) -> None:
-    compare_unreduced(strategy)
-
-
-def compare_unreduced(strategy: ShardingStrategy) -> None:
-    plain = seeded()
+def test_gradients_inside_no_sync_are_unreduced_and_have_the_size_of_the_full_unit(strategy: ShardingStrategy) -> None:
     model = WRAPPED.shard(strategy=strategy)
-    for steps in (range(3), range(3, 5)):
+    for steps in ((0, 1, 2), (3, 4)):
         with model.no_sync():
             for step in steps:
                 iterate(model, step)
-        assert_same(flat_gradients(model), flattened(plain, local_gradients(plain, steps, dist.get_rank())))
+        assert_unreduced(model, *steps)
         model.zero_grad()
     iterate(model)
     for parameter in flat_parameters(model).values():
@@ -78,66 +74,18 @@ def compare_unreduced(strategy: ShardingStrategy) -> None:
 @pytest.mark.spec("NOSYNC-05")
 @flat_strategies
 @ranks(2)
-def test_no_sync_shows_unreduced_gradients_of_original_parameters_also_with_kept_memory(
-    strategy: ShardingStrategy,
-) -> None:
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy, use_orig_params=True)
+def test_no_sync_shows_unreduced_gradients_of_original_parameters(strategy: ShardingStrategy) -> None:
+    plain, model = seeded(), ORIGINALS.shard(strategy=strategy)
     with model.no_sync():
         iterate(model)
-        mine = local_gradients(plain, range(1), dist.get_rank())
-        for name, parameter in model.named_parameters():
-            assert isinstance(parameter, nn.Parameter), name
-            gradient = mine[name.replace("_fsdp_wrapped_module.", "")]
-            torch.testing.assert_close(parameter.grad.view_as(gradient), gradient)
+        mine = local_gradients(plain, [0], dist.get_rank())
+        for parameter, gradient in zip(model.parameters(), mine.values(), strict=True):
+            assert isinstance(parameter, nn.Parameter)
+            assert torch.equal(parameter.grad.view_as(gradient), gradient)
         model.zero_grad()
         iterate(model, 1)
     iterate(model, 2)
-    with FullyShardedDataParallel.summon_full_params(model, with_grads=True):
-        seen = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-    assert_same(seen, mean_gradients(plain, (1, 2)))
-
-
-@pytest.mark.spec("NOSYNC-08")
-@pytest.mark.parametrize(
-    ("strategy", "block", "root"),
-    [
-        (FULL_SHARD, ["AG", "F", "FREE", "AG", "B", "FREE"] * 3, ["AG", "F", "B", "FREE"] * 3),
-        (SHARD_GRAD_OP, ["AG", "F", "B", "F", "B", "F", "B"], ["AG", "F", "B", "F", "B", "F", "B"]),
-    ],
-)
-@ranks(2)
-def test_no_sync_with_full_shard_reshards_in_every_micro_batch_unlike_shard_grad_op(
-    strategy: ShardingStrategy, block: list[str], root: list[str]
-) -> None:
-    plain = seeded()
-    watch = Watch(plain)
-    model = WRAPPED.shard(plain, strategy=strategy)
-    with trace.record() as recorder, model.no_sync():
-        for step in range(3):
-            iterate(model, step)
-            assert watch.alive() == ([] if strategy is FULL_SHARD else list(UNITS))
-    for unit in UNITS:
-        assert of_unit(recorder, unit) == (block if unit else root)
-
-
-# --- leaving the context ---
-
-
-@pytest.mark.spec("NOSYNC-02")
-@pytest.mark.parametrize("use_orig_params", [False, True])
-@ranks(2)
-def test_no_shard_uses_gradient_replaced_inside_no_sync(use_orig_params: bool) -> None:
-    plain, model = seeded(), wrapped(sharding_strategy=NO_SHARD, use_orig_params=use_orig_params)
-    with model.no_sync():
-        iterate(model, 0)
-    for parameter in model.parameters():
-        parameter.grad = parameter.grad / 2
-    iterate(model, 1)
-    halved, last = mean_gradients(plain, [0]), mean_gradients(plain, [1])
-    expected = {name: halved[name] / 2 + last[name] for name in last}
-    found = flat_gradients(model)
-    assert_same(found, expected if use_orig_params else flattened(plain, expected), bitwise=False)
+    assert_same(ORIGINALS.gradients(model), mean_gradients(plain, (1, 2)))
 
 
 # --- allowed calls ---
@@ -159,24 +107,15 @@ def test_inner_unit_refuses_no_sync_and_keeps_working() -> None:
 def test_no_sync_applies_to_units_below_a_root_without_parameters() -> None:
     layers = [FullyShardedDataParallel(nn.Linear(4, 4).to(device())) for _ in range(2)]
     model = FullyShardedDataParallel(nn.Sequential(*layers))
-    with trace.record() as recorder:
+    with Wire() as wire:
         with model.no_sync():
             model(torch.ones(1, 4, device=device())).sum().backward()
-        assert recorder.count("RS") == 0
+        assert wire.calls("RS") == []
         model(torch.ones(1, 4, device=device())).sum().backward()
-        assert recorder.count("RS") == 2
+        assert wire.calls("RS") == ["RS", "RS"]
 
 
 # --- entering and leaving ---
-
-
-def reduces(model: FullyShardedDataParallel, step: int) -> bool:
-    """Whether an iteration reduces. All units must give the same result."""
-    with trace.record() as recorder:
-        iterate(model, step)
-    reduced = {unit: bool(of_unit(recorder, unit, "RS")) for unit in UNITS}
-    assert len(set(reduced.values())) == 1, reduced
-    return reduced[""]
 
 
 @pytest.mark.spec("NOSYNC-06")
@@ -191,25 +130,19 @@ def test_nested_contexts_end_with_the_outermost() -> None:
             pass
         assert not reduces(model, 2)
     assert reduces(model, 3)
-    expected = mean_gradients(seeded(), range(4))
-    assert_same(WRAPPED.gradients(model), expected, bitwise=False)
+    assert_same(WRAPPED.gradients(model), mean_gradients(seeded(), range(4)), bitwise=False)
 
 
 @pytest.mark.spec("NOSYNC-06")
 @ranks(2)
 def test_exception_inside_no_sync_restores_gradient_sync() -> None:
     model = WRAPPED.shard()
-
-    def fail() -> None:
-        with model.no_sync(), model.no_sync():
-            raise KeyError("inside")
-
-    with pytest.raises(KeyError, match="inside"):
-        fail()
+    with pytest.raises(KeyError, match="inside"), model.no_sync(), model.no_sync():
+        raise KeyError("inside")
     assert reduces(model, 0)
     with model.no_sync():
-        with pytest.raises(KeyError, match="inside"):
-            fail()
+        with pytest.raises(KeyError, match="inside"), model.no_sync():
+            raise KeyError("inside")
         assert not reduces(model, 1), "the outer no_sync is still active"
     assert reduces(model, 2)
 
@@ -217,70 +150,47 @@ def test_exception_inside_no_sync_restores_gradient_sync() -> None:
 @pytest.mark.spec("NOSYNC-07")
 @flat_strategies
 @ranks(2)
-def test_forward_inside_no_sync_with_backward_outside_is_reduced(strategy: ShardingStrategy) -> None:
+def test_the_context_of_the_backward_decides_and_not_that_of_the_forward(strategy: ShardingStrategy) -> None:
     plain = seeded()
     watch = Watch(plain)
     model = WRAPPED.shard(plain, strategy=strategy)
     with model.no_sync():
         loss = loss_of(model(batch()))
-    with trace.record() as recorder:
-        loss.backward()
-    assert recorder.count("AR" if strategy is NO_SHARD else "RS") == len(UNITS)
+    loss.backward()
     assert_same(WRAPPED.gradients(model), mean_gradients(seeded()))
     assert strategy is NO_SHARD or watch.alive() == []
-
-
-@pytest.mark.spec("NOSYNC-07")
-@flat_strategies
-@ranks(2)
-def test_forward_outside_no_sync_with_backward_inside_is_not_reduced(strategy: ShardingStrategy) -> None:
-    plain = seeded()
-    model = WRAPPED.shard(strategy=strategy)
+    model.zero_grad()
     loss = loss_of(model(batch()))
-    with trace.record() as recorder, model.no_sync():
+    with Wire() as wire, model.no_sync():
         loss.backward()
-    assert not {"RS", "AR"} & {event.kind for event in recorder.events}
-    assert_same(flat_gradients(model), flattened(plain, local_gradients(plain, [0], dist.get_rank())))
+    assert wire.calls("RS", "AR") == []
+    assert_unreduced(model, 0)
     iterate(model, 1)
-    assert_same(WRAPPED.gradients(model), mean_gradients(plain, [0, 1]), bitwise=False)
+    assert_same(WRAPPED.gradients(model), mean_gradients(seeded(), [0, 1]), bitwise=False)
 
 
 # --- leaving without a reduction ---
 
 
 @pytest.mark.spec("NOSYNC-10")
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
-@ranks(2)
-def test_a_step_and_clipping_refuse_gradients_that_were_never_reduced(strategy: ShardingStrategy) -> None:
-    compare_refusal(strategy)
-
-
-@pytest.mark.spec("NOSYNC-10")
-@hybrid_strategies
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, *HYBRID_STRATEGIES])
 @ranks(4)
-def test_step_and_clipping_of_a_hybrid_refuse_unreduced_gradients(strategy: ShardingStrategy) -> None:
-    compare_refusal(strategy)
-
-
-def compare_refusal(strategy: ShardingStrategy) -> None:
-    """Both raise and leave gradients and parameters unchanged. After a reducing backward they work."""
-    plain = seeded()
+def test_a_step_and_clipping_refuse_gradients_that_were_never_reduced(strategy: ShardingStrategy) -> None:
     model = WRAPPED.shard(strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     acts: tuple[Callable[[], object], ...] = (optimizer.step, lambda: model.clip_grad_norm_(1.0))
     with model.no_sync():
         iterate(model)
-    unreduced = flattened(plain, local_gradients(plain, [0], dist.get_rank()))
     before = {unit: parameter.detach().clone() for unit, parameter in flat_parameters(model).items()}
     for act in 2 * acts:
         message = rf"rank {dist.get_rank()}: .* found gradients that were never reduced.*zero_grad\(\)"
         with Wire() as wire, pytest.raises(RuntimeError, match=message):
             act()
         assert wire.sent == [], "before any collective"
-        assert_same(flat_gradients(model), unreduced, bitwise=True)
+        assert_unreduced(model, 0)
         assert_same(flat_parameters(model), before, bitwise=True)
     iterate(model, 1)
-    assert_same(WRAPPED.gradients(model), mean_gradients(plain, [0, 1]), bitwise=False)
+    assert_same(WRAPPED.gradients(model), mean_gradients(seeded(), [0, 1]), bitwise=False)
     for act in acts:
         act()
 
@@ -292,53 +202,58 @@ def compare_refusal(strategy: ShardingStrategy) -> None:
 def test_dropping_unreduced_gradients_makes_a_step_possible_again(
     strategy: ShardingStrategy, set_to_none: bool
 ) -> None:
-    plain = seeded()
     model = WRAPPED.shard(strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with model.no_sync():
         iterate(model, 0)
     optimizer.zero_grad(set_to_none=set_to_none)
     iterate(model, 1)
-    expected = mean_gradients(plain, [1])
-    assert_same(WRAPPED.gradients(model), expected, bitwise=True)
+    assert_same(WRAPPED.gradients(model), mean_gradients(seeded(), [1]), bitwise=True)
     optimizer.step()
-    assert_same(full_values(model), stepped(plain, expected), bitwise=True)
 
 
 @pytest.mark.spec("NOSYNC-10")
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+@pytest.mark.parametrize("is_by_name", [False, True])
 @ranks(2)
-def test_step_with_a_closure_checks_gradients_after_the_closure(strategy: ShardingStrategy) -> None:
-    for by_name in (False, True):
-        plain, model = seeded(), WRAPPED.shard(strategy=strategy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        step = functools.partial(step_with, optimizer, by_name)
+def test_step_with_a_closure_checks_gradients_after_the_closure(strategy: ShardingStrategy, is_by_name: bool) -> None:
+    plain, model = seeded(), WRAPPED.shard(strategy=strategy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-        def accumulate(model: Any = model) -> None:
-            with model.no_sync():
-                iterate(model, 0)
+    def step(closure: Callable[[], Any]) -> Any:
+        return optimizer.step(closure=closure) if is_by_name else optimizer.step(closure)
 
-        def last_micro_batch(model: Any = model) -> str:
-            iterate(model, 1)
-            return "the loss"
+    def accumulate() -> None:
+        with model.no_sync():
+            iterate(model, 0)
 
-        before = full_values(model)
-        with pytest.raises(RuntimeError, match=r"SGD\.step\(\) found gradients that were never reduced"):
-            step(accumulate)
-        assert_same(full_values(model), before, bitwise=True)
-        optimizer.zero_grad()
-        accumulate()
-        assert step(last_micro_batch) == "the loss"
-        assert_same(full_values(model), stepped(plain, mean_gradients(plain, [0, 1])), bitwise=False)
+    with pytest.raises(RuntimeError, match=r"SGD\.step\(\) found gradients that were never reduced"):
+        step(accumulate)
+    assert_same(full_values(model), named(plain), bitwise=True)
+    optimizer.zero_grad()
+    accumulate()
+    assert isinstance(step(lambda: iterate(model, 1)), float)
+    stepped = mean_gradients(plain, [0, 1])
+    expected = {name: value.add(stepped[name], alpha=-0.1) for name, value in named(plain).items()}
+    assert_same(full_values(model), expected, bitwise=False)
 
 
-def step_with(optimizer: torch.optim.Optimizer, by_name: bool, closure: Callable[[], Any]) -> Any:
-    return optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+# --- gradients that are replaced or zero ---
 
 
-def stepped(plain: nn.Module, gradients: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The values after a step of SGD with a learning rate of 0.1."""
-    return {name: value.add(gradients[name], alpha=-0.1) for name, value in named(plain).items()}
+@pytest.mark.spec("NOSYNC-02")
+@wrapper_apis
+@ranks(2)
+def test_no_shard_uses_gradient_replaced_inside_no_sync(api: Api) -> None:
+    plain, model = seeded(), api.shard(strategy=NO_SHARD)
+    with model.no_sync():
+        iterate(model, 0)
+    for parameter in model.parameters():
+        parameter.grad = parameter.grad / 2
+    iterate(model, 1)
+    halved, last = mean_gradients(plain, [0]), mean_gradients(plain, [1])
+    expected = {name: halved[name] / 2 + last[name] for name in last}
+    assert_same(api.gradients(model), expected, bitwise=False)
 
 
 class UsesOneLayer(nn.Module):
@@ -348,7 +263,7 @@ class UsesOneLayer(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
 
-    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+    def forward(self, x: Tensor, both: bool) -> Tensor:
         return self.first(x).sum() + self.second(x).sum() * both
 
 

@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded
-from spec_tests.models.running import batch, iterate, loss_of, recorded_iteration
+from spec_tests.models.running import Wire, batch, iterate, loss_of, recorded_iteration
 from spec_tests.models.sharding import column_mesh, grid_mesh, sharded
 from spec_tests.models.values import (
     accumulated_gradients,
@@ -84,21 +84,32 @@ def test_unreduced_gradients_add_up_in_the_dtype_of_the_reduction() -> None:
 # --- set_requires_all_reduce ---
 
 
-@pytest.mark.spec("NEW-08")
+# For each micro-batch: the calls before it, with their value.
+SETTERS = [
+    [{"all_reduce": False}, {}, {"all_reduce": True}],
+    [{"gradient_sync": False, "all_reduce": False}, {"gradient_sync": True, "all_reduce": False}, {"all_reduce": True}],
+    [{"all_reduce": False}, {"gradient_sync": True}],
+]
+
+
+@pytest.mark.spec("NEW-08", "FS2-SYNC-01")
+@pytest.mark.parametrize("setters", SETTERS)
+@pytest.mark.parametrize("mesh", [grid_mesh, column_mesh])
 @ranks(4)
-def test_gradients_without_all_reduce_are_reduced_only_in_the_shard_group_and_the_sum_is_exact() -> None:
-    model = sharded(mesh=grid_mesh())
-    for steps in ((0, 1), (2, 3, 4), (5,)):
-        for step in steps:
-            model.set_requires_all_reduce(step == steps[-1])
-            with trace.record() as recorder:
+def test_the_last_of_several_backwards_all_reduces_the_sum(
+    mesh: Callable[[], DeviceMesh], setters: list[dict[str, bool]]
+) -> None:
+    model = sharded(mesh=mesh())
+    for _ in range(2):
+        for step, calls in enumerate(setters):
+            for name, value in calls.items():
+                getattr(model, f"set_requires_{name}")(value)
+            with Wire() as wire:
                 iterate(model, step)
-            is_last = step == steps[-1]
-            assert recorder.count("RS") == 5
-            assert recorder.count("AR") == 5 * is_last
-            if not is_last:
-                assert full_gradients(model) == {}
-        assert_same(full_gradients(model), mean_gradients(seeded(), steps))
+            is_last = step == len(setters) - 1
+            assert len(wire.calls("AR")) == 5 * is_last
+            assert (full_gradients(model) == {}) is not is_last
+        assert_same(full_gradients(model), mean_gradients(seeded(), range(len(setters))))
         model.zero_grad()
 
 
@@ -115,30 +126,6 @@ def test_all_reduce_can_be_delayed_for_one_module() -> None:
     with trace.record() as recorder:
         iterate(model)
     assert recorder.order("AR") == ["AR blocks.1"]
-
-
-@pytest.mark.spec("NEW-08", "FS2-SYNC-01")
-@pytest.mark.parametrize("mesh", [grid_mesh, column_mesh])
-@ranks(4)
-def test_no_sync_and_no_all_reduce_can_follow_each_other(mesh: Callable[[], DeviceMesh]) -> None:
-    model = sharded(mesh=mesh())
-    for step, (sync, all_reduce) in enumerate(((False, False), (True, False), (True, True))):
-        model.set_requires_gradient_sync(sync)
-        model.set_requires_all_reduce(all_reduce)
-        iterate(model, step)
-    assert_same(full_gradients(model), mean_gradients(seeded(), (0, 1, 2)))
-
-
-@pytest.mark.spec("NEW-08", "FS2-SYNC-01")
-@pytest.mark.parametrize("mesh", [grid_mesh, column_mesh])
-@ranks(4)
-def test_gradient_sync_setting_includes_all_reduce(mesh: Callable[[], DeviceMesh]) -> None:
-    model = sharded(mesh=mesh())
-    model.set_requires_all_reduce(False)
-    iterate(model, 0)
-    model.set_requires_gradient_sync(True)
-    iterate(model, 1)
-    assert_same(full_gradients(model), mean_gradients(seeded(), (0, 1)))
 
 
 @pytest.mark.spec("NEW-08")
@@ -173,26 +160,16 @@ def test_set_requires_all_reduce_has_no_effect_on_a_one_dimensional_mesh() -> No
 
 @pytest.mark.spec("NEW-07")
 @ranks(2)
-def test_several_backwards_of_one_iteration_give_the_sum() -> None:
+def test_several_backwards_of_one_iteration_give_the_sum_on_cpus_after_each_of_them() -> None:
     model = sharded()
-    for _ in range(2):
-        losses = [loss_of(model(batch(step))) for step in range(3)]
-        for index, loss in enumerate(losses):
-            model.set_is_last_backward(index == len(losses) - 1)
-            loss.backward()
-        assert_same(full_gradients(model), accumulated_gradients(seeded(), (0,), (1,), (2,)), bitwise=False)
-        model.zero_grad()
-
-
-@pytest.mark.spec("NEW-07")
-@pytest.mark.not_simulated("an accelerator continues with the last reduction")
-@ranks(2)
-def test_every_backward_sets_all_gradients_on_cpus() -> None:
-    model = sharded()
-    model.set_is_last_backward(False)
-    for steps in ((0,), (0, 1)):
-        loss_of(model(batch(steps[-1]))).backward()
-        assert_same(full_gradients(model), accumulated_gradients(seeded(), *((step,) for step in steps)), bitwise=False)
+    losses = [loss_of(model(batch(step))) for step in range(3)]
+    for index, loss in enumerate(losses):
+        model.set_is_last_backward(index == 2)
+        loss.backward()
+        # An accelerator continues with the last reduction.
+        if index == 2 or device().type == "cpu":
+            steps = [(step,) for step in range(index + 1)]
+            assert_same(full_gradients(model), accumulated_gradients(seeded(), *steps), bitwise=False)
 
 
 @pytest.mark.spec("NEW-07")
@@ -245,17 +222,24 @@ def test_unreduced_gradients_are_converted_with_the_model() -> None:
     assert_same({name: later[name] - expected[name] for name in later}, added, bitwise=False)
 
 
-@pytest.mark.spec("NEW-07", "FUZZ-04")
-@pytest.mark.parametrize("set_to_none", [True, False])
-@ranks(2)
-def test_zero_grad_clears_the_gradient_whose_reduction_is_in_flight(set_to_none: bool) -> None:
-    model = sharded()
-    model.set_is_last_backward(False)
-    iterate(model, 0)
-    model.zero_grad(set_to_none=set_to_none)
-    model.set_is_last_backward(True)
+# --- gradients that are not reduced yet ---
+
+
+@pytest.mark.spec("GRAD-03", "NEW-07", "FUZZ-04")
+@pytest.mark.parametrize("switch", ["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"])
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("had_reduced", [False, True])
+@ranks(4)
+def test_zero_grad_drops_gradients_that_are_not_reduced_yet(switch: str, set_to_none: bool, had_reduced: bool) -> None:
+    model = sharded(mesh=grid_mesh())
+    if had_reduced:
+        iterate(model, 0)
+    getattr(model, switch)(False)
     iterate(model, 1)
-    assert_same(full_gradients(model), mean_gradients(seeded(), (1,)))
+    model.zero_grad(set_to_none=set_to_none)
+    getattr(model, switch)(True)
+    iterate(model, 2)
+    assert_same(full_gradients(model), mean_gradients(seeded(), (2,)))
 
 
 # --- resharding while gradients are accumulated ---

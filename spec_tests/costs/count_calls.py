@@ -8,8 +8,8 @@ every machine.
 
 from __future__ import annotations
 
+import functools
 import gc
-import inspect
 import json
 import sys
 import warnings
@@ -17,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -128,36 +127,6 @@ def of_the_ledger(action: Callable[[], None], counts: str) -> float:
     return sum(counted[module.__file__] for module in (collective_log, messages, rank_checks)) / NUM_UNITS
 
 
-def costly_calls(action: Callable[[], None]) -> dict[str, int]:
-    """Counts the costly operations in ``action`` that a warm step does not need."""
-    found: Counter[str] = Counter()
-
-    def counting(name: str, real: Any) -> Any:
-        def called(*args: Any, **kwargs: Any) -> Any:
-            found[name] += 1
-            return real(*args, **kwargs)
-
-        return called
-
-    enter = torch.profiler.record_function.__enter__
-    signature = inspect.signature
-    lay = torch.Tensor.register_post_accumulate_grad_hook
-    with (
-        mock.patch.object(torch.profiler.record_function, "__enter__", counting("record_function", enter)),
-        mock.patch.object(inspect, "signature", counting("signature", signature)),
-        mock.patch.object(torch.Tensor, "register_post_accumulate_grad_hook", counting("post_accumulate", lay)),
-    ):
-        action()
-    return {name: found[name] for name in ("record_function", "signature", "post_accumulate")}
-
-
-def probe() -> None:
-    """Runs each counted operation once. The result shows that the counters work, so a count of zero is meaningful."""
-    with torch.profiler.record_function("probe"):
-        inspect.signature(probe)
-    torch.ones(1, requires_grad=True).register_post_accumulate_grad_hook(lambda _: None)
-
-
 def main() -> None:
     import torch.distributed.fsdp as torch_fsdp
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -168,29 +137,26 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    cpu = torch.device("cpu")
-    answer: dict[str, Any] = {"costs": {}, "costly": {"probe": costly_calls(probe)}, "trace": {}, "ledger": {}}
+    makers: dict[str, Callable[[Any], nn.Module]] = {
+        "fully_shard frees": lambda library: fully_sharded(library, keeps=False),
+        "fully_shard keeps": lambda library: fully_sharded(library, keeps=True),
+    }
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
-        for original in (False, True):
-            key = f"{strategy} {'original' if original else 'flat'}"
-            ours = warmed_up(model := sharded(minifsdp, strategy, use_orig_params=original))
-            answer["costly"][key] = costly_calls(ours)
-            answer["trace"][key] = calls_by_file(ours)[trace.__file__]
-            answer["ledger"][key] = {counts: of_the_ledger(ours, counts) for counts in ("call", "c_call")}
-            answer["costs"][f"minifsdp {key}"] = costs(model)
-            theirs = sharded(torch_fsdp, strategy, use_orig_params=original, device_id=cpu)
-            answer["costly"][f"torch {key}"] = costly_calls(warmed_up(theirs))
-            answer["costs"][f"torch {key}"] = costs(theirs)
-    for keeps in (False, True):
-        key = f"fully_shard {'keeps' if keeps else 'frees'}"
-        ours = warmed_up(model := fully_sharded(minifsdp, keeps=keeps))
-        answer["costly"][key] = costly_calls(ours)
-        answer["trace"][key] = calls_by_file(ours)[trace.__file__]
-        answer["ledger"][key] = {counts: of_the_ledger(ours, counts) for counts in ("call", "c_call")}
+        for kind in ("flat", "original"):
+            makers[f"{strategy} {kind}"] = functools.partial(
+                sharded, strategy=strategy, use_orig_params=kind == "original", device_id=torch.device("cpu")
+            )
+    answer: dict[str, Any] = {"costs": {}, "trace": {}, "ledger": {}}
+    for key, make in makers.items():
+        model = make(minifsdp)
+        action = warmed_up(model)
+        answer["trace"][key] = calls_by_file(action)[trace.__file__]
+        answer["ledger"][key] = {counts: of_the_ledger(action, counts) for counts in ("call", "c_call")}
         answer["costs"][f"minifsdp {key}"] = costs(model)
-        answer["costs"][f"torch {key}"] = costs(fully_sharded(torch_fsdp, keeps=keeps))
+        answer["costs"][f"torch {key}"] = costs(make(torch_fsdp))
     with trace.record():
-        answer["trace"]["recording"] = calls_by_file(warmed_up(sharded(minifsdp, "FULL_SHARD")))[trace.__file__]
+        action = warmed_up(sharded(minifsdp, "FULL_SHARD"))
+        answer["trace"]["recording"] = calls_by_file(action)[trace.__file__]
     print(json.dumps(answer))
 
 

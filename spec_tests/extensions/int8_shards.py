@@ -26,6 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+# The operations that sharding applies to a parameter: split, pad, copy to a device, view. Their results keep the class.
+KEEPS_THE_CLASS = {
+    *("detach", "view", "alias", "as_strided", "slice", "narrow", "split"),
+    *("clone", "copy_", "_to_copy", "_pin_memory", "new_zeros", "empty_like"),
+}
+
 
 class Holds(Tensor):
     """A tensor that wraps another one. Torch operations run on the inner tensor, and their result is wrapped."""
@@ -50,32 +56,14 @@ class Holds(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         taken, named = pytree.tree_map_only(Holds, lambda held: held.inner, (args, kwargs or {}))
         result = func(*taken, **named)
-        if func in KEEPS_THE_CLASS:
+        name = func._schema.name.removeprefix("aten::")
+        if name in KEEPS_THE_CLASS:
             return pytree.tree_map_only(Tensor, cls, result)
         # An in-place operation returns its own argument.
-        return args[0] if func._schema.name.endswith("_") else result
+        return args[0] if name.endswith("_") else result
 
     def __repr__(self, *, tensor_contents: None = None) -> str:
         return f"{type(self).__name__}({self.inner!r})"
-
-
-aten = torch.ops.aten
-# The operations that sharding applies to a parameter: split, pad, copy to a device, view.
-KEEPS_THE_CLASS = {
-    aten.detach.default,
-    aten.clone.default,
-    aten.slice.Tensor,
-    aten.split.Tensor,
-    aten.narrow.default,
-    aten.view.default,
-    aten.as_strided.default,
-    aten._to_copy.default,
-    aten.new_zeros.default,
-    aten.empty_like.default,
-    aten.copy_.default,
-    aten._pin_memory.default,
-    aten.alias.default,
-}
 
 
 class Int8Shards(Holds):
@@ -117,13 +105,6 @@ class Plain(Holds):
         # The all-gather has filled `out` itself: its output buffer is the memory returned in the first call.
         assert out.untyped_storage().data_ptr() == whole.untyped_storage().data_ptr()
         return None
-
-
-class FromHalf(Holds):
-    """Defines only the first of the two methods, by mistake."""
-
-    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
-        return (self.inner,), None
 
 
 def extended(model: nn.Module, kind: type[Holds]) -> nn.Module:

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from minifsdp.cases.tensor_extensions import ExtendedBucket
 from minifsdp.engine.sharded_param import Options
+from spec_tests import subject
 from spec_tests.extensions.int8_shards import Int8Shards, Plain, extended, local, step_by_hand
 from spec_tests.extensions.test_extension import bare
 from spec_tests.harness import device, ranks
@@ -25,7 +26,7 @@ from spec_tests.models.modules import WIDTH, Stack, seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.stand_in import StandIn, machine
 from spec_tests.oracles import count_collectives
-from spec_tests.subject import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from spec_tests.subject import CPUOffloadPolicy, fully_shard
 
 __all__ = ["machine"]
 
@@ -96,17 +97,13 @@ def test_tensors_with_any_strides_are_sent_and_used_in_forward(rows: int) -> Non
 # --- models built on the meta device ---
 
 
-class Half(Plain):
-    """Is all-gathered in bfloat16 and cast to the dtype of the unit for compute."""
-
-    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
-        return (self.inner.to(NARROW),), None
-
-    def fsdp_post_all_gather(self, gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
-        return widened(gathered, metadata, dtype, out=out)
+def narrowed(mine: Any, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
+    """The first method: sends bfloat16."""
+    return ((mine.inner if isinstance(mine, Half) else mine).to(NARROW),), None
 
 
 def widened(gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None) -> Any:
+    """The second method: casts to the dtype of the unit."""
     (narrow,) = gathered
     assert narrow.dtype is NARROW
     if out is None:
@@ -115,6 +112,13 @@ def widened(gathered: Any, metadata: Any, dtype: torch.dtype, *, out: Any = None
     with torch.no_grad(), _unsafe_preserve_version_counter(out):
         out.copy_(narrow[: len(out)])
     return None
+
+
+class Half(Plain):
+    """Is all-gathered in bfloat16 and cast to the dtype of the unit for compute."""
+
+    fsdp_pre_all_gather = narrowed
+    fsdp_post_all_gather = staticmethod(widened)
 
 
 class CountsAsChange(Half):
@@ -160,23 +164,18 @@ def trained(model: nn.Module) -> list[float]:
     return losses
 
 
-def on_meta(shard: Any, policy: Any) -> nn.Module:
-    with torch.device("meta"):
-        model = extended(Stack(), Half)
-    for module in (*model.blocks, model):
-        shard(module, mp_policy=policy)
-    return filled(model)
-
-
-POLICIES = {"plain": {}, "narrow": {"param_dtype": NARROW, "reduce_dtype": torch.float32}}
-
-
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+@pytest.mark.parametrize("policy", [{}, {"param_dtype": NARROW, "reduce_dtype": torch.float32}])
 @pytest.mark.spec("FS2-EXT-05")
 @ranks(2)
 def test_model_from_the_meta_device_trains_like_in_torch(policy: dict[str, Any]) -> None:
-    ours = on_meta(fully_shard, MixedPrecisionPolicy(**policy))
-    theirs = on_meta(torch_fsdp.fully_shard, torch_fsdp.MixedPrecisionPolicy(**policy))
+    models = []
+    for library in (subject, torch_fsdp):
+        with torch.device("meta"):
+            model = extended(Stack(), Half)
+        for module in (*model.blocks, model):
+            library.fully_shard(module, mp_policy=library.MixedPrecisionPolicy(**policy))
+        models.append(filled(model))
+    ours, theirs = models
     assert trained(ours) == trained(theirs)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert type(mine.to_local()) is type(other.to_local())
@@ -196,27 +195,20 @@ def patched(model: nn.Module) -> nn.Module:
     return model
 
 
-def narrowed(mine: Tensor, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
-    return (mine.to(NARROW),), None
-
-
-def sharded_by(shard: Any, *, from_meta: bool) -> nn.Module:
-    with torch.device("meta" if from_meta else device()):
-        model = Stack() if from_meta else seeded()
-    for module in (*model.blocks, model):
-        shard(module)
-    return filled(model) if from_meta else model
-
-
 @pytest.mark.parametrize("from_meta", [False, True])
 @pytest.mark.spec("FS2-EXT-06")
 @ranks(2)
 def test_extension_methods_set_on_a_local_tensor_work_like_those_of_its_class(from_meta: bool) -> None:
-    ours = patched(sharded_by(fully_shard, from_meta=from_meta))
-    theirs = patched(sharded_by(torch_fsdp.fully_shard, from_meta=from_meta))
-    plain = sharded_by(fully_shard, from_meta=from_meta)
-    losses = trained(ours)
-    assert losses == trained(theirs)
+    models = []
+    for shard in (fully_shard, torch_fsdp.fully_shard, fully_shard):
+        with torch.device("meta" if from_meta else device()):
+            model = Stack() if from_meta else seeded()
+        for module in (*model.blocks, model):
+            shard(module)
+        models.append(filled(model) if from_meta else model)
+    ours, theirs, plain = models
+    losses = trained(patched(ours))
+    assert losses == trained(patched(theirs))
     assert losses != trained(plain), "the extension changes the values"
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(local(mine), local(other))

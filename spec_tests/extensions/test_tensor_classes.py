@@ -5,6 +5,7 @@ Each class computes twice what a plain tensor would compute, so a parameter that
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -70,8 +71,11 @@ class Small(Tensor):
         result = func(*(arg.values() if isinstance(arg, Small) else arg for arg in args), **kwargs)
         return me._copy(result) if func._schema.name.endswith("_") else result
 
+    def each(self, change: Callable[[Tensor], Tensor]) -> Any:
+        return type(self)(change(self.data_), change(self.scale))
+
     def _detach(self) -> Any:
-        return type(self)(self.data_, self.scale)
+        return self.each(lambda tensor: tensor)
 
     def _as_strided(self, shape: Any, *_: Any) -> Any:
         if tuple(shape) != tuple(self.shape):
@@ -82,16 +86,16 @@ class Small(Tensor):
         return self._detach()
 
     def _slice(self, dim: int = 0, start: int = 0, end: int = 0) -> Any:
-        return type(self)(self.data_[start:end], self.scale[start:end])
+        return self.each(lambda tensor: tensor[start:end])
 
     def _split(self, size: int, dim: int = 0) -> Any:
         return [type(self)(*both) for both in zip(self.data_.split(size), self.scale.split(size), strict=True)]
 
     def _new_zeros(self, shape: Any) -> Any:
-        return type(self)(self.data_.new_zeros(shape), self.scale.new_zeros(shape[0], 1))
+        return self.each(lambda tensor: tensor.new_zeros(shape[0], tensor.shape[1]))
 
     def _clone(self) -> Any:
-        return type(self)(self.data_.clone(), self.scale.clone())
+        return self.each(torch.clone)
 
     def _to_copy(self, *_: Any) -> Any:
         return self._clone()
@@ -138,7 +142,7 @@ class CopiesSlices(Small):
     """A slice has its own memory, as in a class that packs several values into one byte."""
 
     def _slice(self, dim: int = 0, start: int = 0, end: int = 0) -> Any:
-        return type(self)(self.data_[start:end].clone(), self.scale[start:end].clone())
+        return self.each(lambda tensor: tensor[start:end].clone())
 
 
 class OneArgument(Small):

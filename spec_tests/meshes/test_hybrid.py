@@ -7,10 +7,8 @@ iterations.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import os
-import pathlib
 from unittest import mock
 
 import pytest
@@ -18,18 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import minifsdp
-from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, ranks
-from spec_tests.models.modules import Stack, seeded
-from spec_tests.models.running import Wire, batch, iterate, loss_of, of_unit
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import Wire, iterate
 from spec_tests.models.sharding import (
-    FULL_SHARD,
+    FLAT_STRATEGIES,
     HYBRID_SHARD,
-    HYBRID_SHARD_ZERO2,
     HYBRID_STRATEGIES,
-    NO_SHARD,
-    SHARD_GRAD_OP,
     all_connected,
     grid,
     wrapped,
@@ -44,7 +37,6 @@ from spec_tests.models.values import (
     mean_gradients,
     named,
 )
-from spec_tests.models.whole import set_mean_gradients
 from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, trace
 
 both = pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
@@ -58,6 +50,11 @@ def node() -> tuple[int, ...]:
 def replicas() -> tuple[int, ...]:
     """The ranks that store the same shard as this rank in `grid`."""
     return (dist.get_rank() % 2, dist.get_rank() % 2 + 2)
+
+
+def ranks_of(recorder: trace.Recorder, kind: str) -> set[tuple[int, ...]]:
+    """The ranks of each collective of a kind."""
+    return {event.ranks for event in recorder.events if event.kind == kind}
 
 
 # --- ranks that share the shards ---
@@ -76,15 +73,21 @@ def test_the_first_group_of_the_pair_shards_and_the_second_replicates(strategy: 
         assert (unit.process_group, unit.world_size, unit.rank) == (column, 2, rank // 2)
     with trace.record() as recorder:
         iterate(model)
-    assert {event.ranks for event in recorder.events if event.kind in ("AG", "RS")} == {replicas()}
-    assert {event.ranks for event in recorder.events if event.kind == "AR"} == {node()}
+    assert ranks_of(recorder, "AG") == ranks_of(recorder, "RS") == {replicas()}
+    assert ranks_of(recorder, "AR") == {node()}
 
 
 @pytest.mark.spec("HYB-03")
 @both
 @ranks(4)
 def test_without_groups_the_ranks_of_a_node_shard_and_equal_local_ranks_replicate(strategy: ShardingStrategy) -> None:
-    plain, model = seeded(), on_nodes_of_two(strategy)
+    # Two machines with two ranks each.
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    accelerator = torch.get_device_module(device())
+    is_cpu = device().type == "cpu"
+    with contextlib.nullcontext() if is_cpu else mock.patch.object(accelerator, "device_count", return_value=2):
+        plain, model = seeded(), wrapped(sharding_strategy=strategy, process_group=None)
+    all_connected()
     assert_same(flat_parameters(model), chunked(plain, named(plain), 2, dist.get_rank() % 2), bitwise=True)
     units = FullyShardedDataParallel.fsdp_modules(model)
     assert len({(unit._mesh.shard, unit._mesh.replicate) for unit in units}) == 1, "all units share one pair of groups"
@@ -93,20 +96,8 @@ def test_without_groups_the_ranks_of_a_node_shard_and_equal_local_ranks_replicat
         assert (unit.world_size, unit.rank) == (2, dist.get_rank() % 2)
     with trace.record() as recorder:
         iterate(model)
-    assert {event.ranks for event in recorder.events if event.kind in ("AG", "RS")} == {node()}
-    assert {event.ranks for event in recorder.events if event.kind == "AR"} == {replicas()}
-    assert of_unit(recorder, "blocks.2").count("AR") == 1
-
-
-def on_nodes_of_two(strategy: ShardingStrategy) -> FullyShardedDataParallel:
-    """Wraps a model without passing groups, on simulated machines with two ranks each."""
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    accelerator = torch.get_device_module(device())
-    is_cpu = device().type == "cpu"
-    with contextlib.nullcontext() if is_cpu else mock.patch.object(accelerator, "device_count", return_value=2):
-        model = wrapped(sharding_strategy=strategy, process_group=None)
-    all_connected()
-    return model
+    assert ranks_of(recorder, "AG") == ranks_of(recorder, "RS") == {node()}
+    assert ranks_of(recorder, "AR") == {replicas()}
 
 
 # --- communication ---
@@ -135,26 +126,6 @@ def test_hybrid_shards_inside_the_node_and_all_reduces_each_shard_between_nodes(
         assert_same(flat_gradients(model), chunked(plain, expected_gradients, 2, dist.get_rank() % 2))
 
 
-@pytest.mark.spec("HYB-12")
-@ranks(4)
-def test_a_hybrid_sends_less_between_nodes_and_stores_more() -> None:
-    # At this width, no unit needs padding on four ranks: 56 elements in each block and 72 in the root.
-    width, of_root, whole = 7, 72, 72 + 4 * 56
-    traffic, stored = {}, {}
-    for strategy in (FULL_SHARD, *HYBRID_STRATEGIES):
-        model = wrapped(seeded(lambda: Stack(width)), sharding_strategy=strategy)
-        with Wire() as wire:
-            loss_of(model(batch(width=width))).backward()
-        traffic[strategy] = {kind: sum(numel for k, numel in wire.values if k == kind) for kind in wire.kinds()}
-        stored[strategy] = sum(parameter.numel() for parameter in model.parameters())
-    # FULL_SHARD all-gathers each parameter twice, but the root's only once, and it has no replicas.
-    assert traffic[FULL_SHARD] == {"AG": 2 * whole - of_root, "RS": whole}
-    # Only the all-reduce of the local shards communicates between nodes.
-    assert traffic[HYBRID_SHARD] == {**traffic[FULL_SHARD], "AR": whole // 2}
-    assert traffic[HYBRID_SHARD_ZERO2] == {"AG": whole, "RS": whole, "AR": whole // 2}
-    assert stored[HYBRID_SHARD] == stored[HYBRID_SHARD_ZERO2] == 2 * stored[FULL_SHARD]
-
-
 # --- replicas stay equal ---
 
 
@@ -166,7 +137,8 @@ def test_replicas_stay_equal_over_clipped_steps(strategy: ShardingStrategy) -> N
     model = wrapped(sharding_strategy=strategy)
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.05) for each in (plain, model)]
     for step in range(3):
-        set_mean_gradients(plain, step)
+        for name, gradient in mean_gradients(plain, [step]).items():
+            plain.get_parameter(name).grad = gradient
         iterate(model, step)
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
         norm = model.clip_grad_norm_(0.1)
@@ -194,23 +166,23 @@ def test_replicas_stay_equal_over_clipped_steps(strategy: ShardingStrategy) -> N
 def test_a_hybrid_with_anything_but_two_groups_is_refused(strategy: ShardingStrategy) -> None:
     row, column = grid()
     for wrong in (row, (row, None), (row, column, row), (2, 2)):
-        with refused(ValueError, f"rank {dist.get_rank()}: {strategy.name}"):
+        with pytest.raises(ValueError, match=f"rank {dist.get_rank()}: {strategy.name}"):
             FullyShardedDataParallel(seeded(), process_group=wrong, sharding_strategy=strategy)
 
 
 @pytest.mark.spec("HYB-07")
+@pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, None])
 @ranks(4)
-def test_a_pair_of_groups_without_a_hybrid_strategy_is_refused() -> None:
-    for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, None):
-        with refused(ValueError, "a pair of process groups"):
-            FullyShardedDataParallel(seeded(), process_group=grid(), sharding_strategy=strategy)
+def test_a_pair_of_groups_without_a_hybrid_strategy_is_refused(strategy: ShardingStrategy | None) -> None:
+    with pytest.raises(ValueError, match="a pair of process groups"):
+        FullyShardedDataParallel(seeded(), process_group=grid(), sharding_strategy=strategy)
 
 
 @pytest.mark.spec("HYB-08")
 @both
 @ranks(4)
 def test_a_hybrid_without_groups_and_without_a_policy_is_refused(strategy: ShardingStrategy) -> None:
-    with refused(ValueError, "auto_wrap_policy"):
+    with pytest.raises(ValueError, match="auto_wrap_policy"):
         FullyShardedDataParallel(seeded(), sharding_strategy=strategy)
     # With groups, no policy is needed.
     FullyShardedDataParallel(seeded(), sharding_strategy=strategy, process_group=grid())
@@ -228,12 +200,3 @@ def test_the_environment_is_left_as_it_is(value: str | None) -> None:
     before = dict(os.environ)
     iterate(wrapped(sharding_strategy=HYBRID_SHARD))
     assert dict(os.environ) == before
-
-
-@pytest.mark.spec("HYB-11")
-@pytest.mark.pure
-def test_the_package_does_not_read_the_variable_that_the_docs_recommend() -> None:
-    """Docstrings may name the variable. Code that reads it would contain the name as a string."""
-    for path in pathlib.Path(minifsdp.__file__).parent.rglob("*.py"):
-        for part in ast.walk(ast.parse(path.read_text())):
-            assert not (isinstance(part, ast.Constant) and part.value == "NCCL_CROSS_NIC"), path

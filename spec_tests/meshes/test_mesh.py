@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,12 +43,6 @@ def test_group_of_one_rank_becomes_none() -> None:
     assert MeshGroups.replicated(group(5)) == MeshGroups(None, None)
     assert MeshGroups.hybrid(group(5), group(5, 7)) == MeshGroups(None, group(5, 7))
     assert MeshGroups.hybrid(group(5, 6), group(5)) == MeshGroups(group(5, 6), None)
-
-
-@pytest.mark.pure
-def test_missing_process_group_error_names_init_function() -> None:
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        default_group()
 
 
 # --- groups ---
@@ -101,29 +96,20 @@ def in_nodes_of(num_ranks: int) -> None:
 
 @pytest.mark.spec("HYB-03")
 @ranks(4)
-def test_node_groups_are_made_once_and_shared() -> None:
+def test_node_groups_are_made_once_for_each_node_size() -> None:
     in_nodes_of(2)
     num_before = len(dist.distributed_c10d._world.pg_map)
-    first = node_groups(CPU)
-    num_made = len(dist.distributed_c10d._world.pg_map) - num_before
-    assert num_made == 2, "this rank is in one row and in one column"
-    assert all(a is b for a, b in zip(first, node_groups(CPU), strict=True))
-    assert len(dist.distributed_c10d._world.pg_map) == num_before + num_made
-    dist.barrier()
-
-
-@pytest.mark.spec("HYB-03")
-@ranks(4)
-def test_another_node_size_has_groups_of_its_own() -> None:
-    in_nodes_of(2)
-    row, _ = node_groups(CPU)
+    row, column = node_groups(CPU)
+    assert len(dist.distributed_c10d._world.pg_map) == num_before + 2, "this rank is in one row and in one column"
+    assert node_groups(CPU) == (row, column)
     os.environ["LOCAL_WORLD_SIZE"] = "4"
     whole, alone = node_groups(CPU)
-    assert whole is not row
     assert Group.of(whole).ranks == (0, 1, 2, 3)
     assert Group.of(alone).size == 1
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    assert node_groups(CPU)[0] is row
+    num_before = len(dist.distributed_c10d._world.pg_map)
+    assert node_groups(CPU) == (row, column)
+    assert len(dist.distributed_c10d._world.pg_map) == num_before
     dist.barrier()
 
 
@@ -141,3 +127,17 @@ def test_four_ranks_cannot_be_laid_out_in_nodes_of_three() -> None:
 def test_without_local_world_size_all_ranks_are_on_one_node() -> None:
     os.environ.pop("LOCAL_WORLD_SIZE", None)
     assert node_size(CPU) == 2
+
+
+@pytest.mark.spec("HYB-03")
+@pytest.mark.pure
+@pytest.mark.parametrize(("num_visible", "num_ranks"), [(1, 8), (8, 4)], ids=["each sees its own", "fewer ranks"])
+def test_a_node_has_the_ranks_of_the_launcher(
+    num_visible: int, num_ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = SimpleNamespace(device_count=lambda: num_visible)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: machine)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(num_ranks))
+    assert node_size(torch.device("cuda")) == num_ranks
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert node_size(torch.device("cuda")) == num_visible

@@ -89,20 +89,27 @@ def mine(step: int) -> Tensor:
     return batch(step, dist.get_rank() // 2)
 
 
-def train(model: nn.Module, batches: Any, num_steps: int = 3) -> None:
+def train(model: nn.Module, batches: Any, num_steps: int = 3) -> torch.optim.Optimizer:
+    """Trains with the mean loss of the batches that ``batches`` returns for a step. Returns the optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(num_steps):
         optimizer.zero_grad()
         for part in batches(step):
-            loss = loss_of(model(part)) / len(batches(step))
-            loss.backward()
+            (loss_of(model(part)) / len(batches(step))).backward()
         optimizer.step()
+    return optimizer
 
 
-def alone(num_steps: int = 3) -> nn.Module:
-    model = seeded(Tower)
-    train(model, lambda step: [batch(step, 0), batch(step, 1)], num_steps)
-    return model
+def of_this_rank(step: int) -> list[Tensor]:
+    return [mine(step)]
+
+
+def of_both_copies(step: int) -> list[Tensor]:
+    return [batch(step, 0), batch(step, 1)]
+
+
+def of_the_first_copy(step: int) -> list[Tensor]:
+    return [batch(step, 0)]
 
 
 def full_values(model: FSDP) -> dict[str, Tensor]:
@@ -126,18 +133,21 @@ def test_tensor_parallel_model_trains_like_one_process(
 ) -> None:
     policy = None if num_units == 1 else ModuleWrapPolicy({Layer})
     model = built(sharding_strategy=strategy, auto_wrap_policy=policy, use_orig_params=use_orig_params)
+    plain = seeded(Tower)
     assert len(FSDP.fsdp_modules(model)) == num_units
-    train(model, lambda step: [mine(step)])
-    expect(model, alone())
+    train(model, of_this_rank)
+    train(plain, of_both_copies)
+    expect(model, plain)
 
 
 @pytest.mark.spec("NEW-01", "HYB-05")
 @ranks(4)
 def test_replicas_of_tensor_parallel_model_average_gradients() -> None:
     mesh = meshes(2, 1, 2)
-    model = built(mesh, device_mesh=mesh["replicate", "shard"], sharding_strategy=HYBRID_SHARD)
-    train(model, lambda step: [mine(step)])
-    expect(model, alone())
+    model, plain = built(mesh, device_mesh=mesh["replicate", "shard"], sharding_strategy=HYBRID_SHARD), seeded(Tower)
+    train(model, of_this_rank)
+    train(plain, of_both_copies)
+    expect(model, plain)
 
 
 @pytest.mark.spec("NEW-01", "PAR-07")
@@ -147,14 +157,15 @@ def test_replicas_of_tensor_parallel_model_average_gradients() -> None:
 def test_tensor_parallel_model_trains_with_activation_checkpointing(
     impl: checkpoints.CheckpointImpl, use_orig_params: bool
 ) -> None:
-    model = built(use_orig_params=use_orig_params)
+    model, plain = built(use_orig_params=use_orig_params), seeded(Tower)
     checkpoints.apply_activation_checkpointing(
         model,
         checkpoint_wrapper_fn=functools.partial(checkpoints.checkpoint_wrapper, checkpoint_impl=impl),
         check_fn=lambda module: isinstance(module, Layer),
     )
-    train(model, lambda step: [mine(step)])
-    expect(model, alone())
+    train(model, of_this_rank)
+    train(plain, of_both_copies)
+    expect(model, plain)
 
 
 @pytest.mark.spec("NEW-01", "MP-02")
@@ -211,18 +222,6 @@ def test_summoned_parameters_are_those_of_tensor_parallelism_and_changes_persist
     torch.testing.assert_close(model(mine(0)), other(mine(0)))
 
 
-@pytest.mark.spec("NEW-01", "ORIG-03")
-@ranks(4)
-def test_original_parameters_between_computations_are_ordinary_local_shards() -> None:
-    model = built(use_orig_params=True)
-    for _ in range(2):
-        for name, parameter in model.named_parameters():
-            assert isinstance(parameter, nn.Parameter), name
-            assert not isinstance(parameter, DTensor), name
-            assert parameter.dim() == 1, name
-        loss_of(model(mine(0))).backward()
-
-
 @pytest.mark.spec("CTOR-05")
 @ranks(4)
 def test_step_of_an_optimizer_with_replaced_parameters_of_tensor_parallelism_causes_a_warning() -> None:
@@ -267,25 +266,17 @@ def test_sync_module_states_sends_the_values_of_the_first_rank_of_each_shard_gro
 # --- checkpoints ---
 
 
-def zeroed(**options: Any) -> FSDP:
-    model = built(**options)
-    with FSDP.summon_full_params(model), torch.no_grad():
-        for parameter in model.parameters():
-            parameter.zero_()
-    return model
-
-
 @pytest.mark.spec("NEW-01", "SD-FULL-01", "SD-FULL-08")
 @either
 @ranks(4)
 def test_a_full_dict_has_the_parameters_of_tensor_parallelism_and_that_of_the_plain_model_can_be_loaded(
     use_orig_params: bool,
 ) -> None:
-    state, plain = built(use_orig_params=use_orig_params).state_dict(), seeded(Tower)
-    assert list(state) == list(plain.state_dict())
+    model, plain = built(use_orig_params=use_orig_params), seeded(Tower)
+    state = model.state_dict()
     assert_same({name: full(value) for name, value in state.items()}, plain.state_dict(), bitwise=True)
     assert isinstance(state["layers.0.up.weight"], DTensor)
-    model = zeroed(use_orig_params=use_orig_params)
+    zero(model)
     model.load_state_dict(plain.state_dict())
     expect(model, plain)
 
@@ -294,147 +285,102 @@ def test_a_full_dict_has_the_parameters_of_tensor_parallelism_and_that_of_the_pl
 @either
 @ranks(4)
 def test_sharded_state_dict_has_both_meshes_and_loads_again(use_orig_params: bool) -> None:
-    model, other = built(use_orig_params=use_orig_params), zeroed(use_orig_params=use_orig_params)
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        state = model.state_dict()
-    assert state["layers.0.up.weight"].device_mesh.mesh_dim_names == ("shard", "cut")
-    assert state["layers.0.up.weight"].to_local().shape == (HIDDEN // 4, WIDTH)
+    model, plain = built(use_orig_params=use_orig_params), seeded(Tower)
+    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    state = model.state_dict()
+    weight = state["layers.0.up.weight"]
+    assert (weight.device_mesh.mesh_dim_names, weight.to_local().shape) == (("shard", "cut"), (HIDDEN // 4, WIDTH))
     assert state["layers.0.norm.weight"].to_local().shape == (WIDTH // 2,)
-    assert_same({name: full(value) for name, value in state.items()}, seeded(Tower).state_dict(), bitwise=True)
-    with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
-        other.load_state_dict(state)
-    expect(other, seeded(Tower))
+    assert_same({name: full(value) for name, value in state.items()}, plain.state_dict(), bitwise=True)
+    zero(model)
+    model.load_state_dict(state)
+    expect(model, plain)
 
 
-@pytest.mark.spec("NEW-01", "OSD-06")
-@ranks(4)
-def test_training_resumes_from_sharded_dict_of_both() -> None:
-    def steps(model: FSDP, optimizer: torch.optim.Optimizer, numbers: range) -> None:
-        for step in numbers:
-            optimizer.zero_grad()
-            loss_of(model(mine(step))).backward()
-            optimizer.step()
-
-    model, other = built(use_orig_params=True), zeroed(use_orig_params=True)
-    first, second = (torch.optim.AdamW(m.parameters(), lr=0.05) for m in (model, other))
-    steps(model, first, range(2))
-    with FSDP.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
-        state, of_optimizer = model.state_dict(), FSDP.optim_state_dict(model, first)
-    with FSDP.state_dict_type(other, StateDictType.SHARDED_STATE_DICT):
-        other.load_state_dict(state)
-        second.load_state_dict(FSDP.optim_state_dict_to_load(other, second, of_optimizer))
-    steps(other, second, range(2, 4))
-    expect(other, alone(4))
-
-
-def stepped(use_orig_params: bool, strategy: ShardingStrategy = FULL_SHARD) -> tuple[FSDP, torch.optim.Optimizer]:
+def trained(use_orig_params: bool, strategy: ShardingStrategy) -> tuple[FSDP, torch.optim.Optimizer]:
     """A model with an ignored layer that tensor parallelism has sharded, and its optimizer after two steps."""
     plain = cut(seeded(Tower), meshes(2, 2))
     ignored = list(plain.layers[1].up.parameters())
     options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy, "ignored_states": ignored}
     model = FSDP(plain, device_mesh=meshes(2, 2)["shard"], auto_wrap_policy=ModuleWrapPolicy({Layer}), **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of(model(batch(step, 0))).backward()
-        optimizer.step()
-    return model, optimizer
+    return model, train(model, of_the_first_copy, 2)
 
 
-def plain_states(num_steps: int = 2) -> tuple[nn.Module, dict[str, Any]]:
-    """The plain model after the steps of `stepped`, and the state of its optimizer by name."""
-    model = seeded(Tower)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        loss_of(model(batch(step, 0))).backward()
-        optimizer.step()
-    names = [name for name, _ in model.named_parameters()]
-    return model, {names[number]: entries for number, entries in optimizer.state_dict()["state"].items()}
-
-
-def is_full(value: Any) -> bool:
-    return not isinstance(value, (DTensor, ShardedTensor))
-
-
-EACH_RANK = StateDictOptions(full_state_dict=True)
-STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, ShardingStrategy.NO_SHARD]
-
-
-@pytest.mark.spec("NEW-01", "PROG-106")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("offload", [False, True])
-@either
-@ranks(4)
-def test_full_states_of_both_are_plain_tensors_and_offloaded_ones_are_on_rank_0_alone(
-    use_orig_params: bool, offload: bool, strategy: ShardingStrategy
-) -> None:
-    model, optimizer = stepped(use_orig_params, strategy)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
-    weights, states = get_state_dict(model, optimizer, options=options)
-    if offload and dist.get_rank() > 0:
-        assert (weights, states) == ({}, {})
-        return
-    plain, expected = plain_states()
-    assert_same(weights, plain.state_dict())
-    assert sorted(states["state"]) == sorted(expected)
-    for name, entries in expected.items():
-        assert all(is_full(states["state"][name][key]) for key in entries)
-        assert_same(states["state"][name], {key: value.to(device()) for key, value in entries.items()})
-
-
-@pytest.mark.spec("NEW-01", "PROG-106")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("source", ["each rank", "rank 0", "rows"])
-@either
-@ranks(4)
-def test_training_resumes_from_the_full_states_of_both(
-    use_orig_params: bool, source: str, strategy: ShardingStrategy
-) -> None:
-    model, optimizer = stepped(use_orig_params, strategy)
-    other, fresh = stepped(use_orig_params, strategy)
-    with FSDP.summon_full_params(other), torch.no_grad():
-        for parameter in other.parameters():
+def zero(model: FSDP) -> None:
+    with FSDP.summon_full_params(model), torch.no_grad():
+        for parameter in model.parameters():
             parameter.zero_()
-    options = StateDictOptions(full_state_dict=source != "rows")
-    weights, states = get_state_dict(model, optimizer, options=options)
-    if source == "rank 0":
-        options.broadcast_from_rank0 = True
-        weights, states = (weights, states) if dist.get_rank() == 0 else ({}, {})
+
+
+every_strategy = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+
+
+# The options for saving and for loading.
+FULL, ROWS = StateDictOptions(full_state_dict=True), StateDictOptions()
+ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
+FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+
+
+@pytest.mark.spec("NEW-01", "PROG-106")
+@every_strategy
+@pytest.mark.parametrize(("saving", "loading"), [(FULL, FULL), (ON_RANK_0, FROM_RANK_0), (ROWS, ROWS)])
+@either
+@ranks(4)
+def test_training_resumes_from_the_states_of_both(
+    use_orig_params: bool, saving: StateDictOptions, loading: StateDictOptions, strategy: ShardingStrategy
+) -> None:
+    model, optimizer = trained(use_orig_params, strategy)
+    weights, states = get_state_dict(model, optimizer, options=saving)
+    plain = seeded(Tower)
+    expected = train(plain, of_the_first_copy, 2).state_dict()["state"]
+    if saving == ON_RANK_0 and dist.get_rank() > 0:
+        assert (weights, states) == ({}, {})
+    elif saving != ROWS:
+        assert_same({name: value.to(device()) for name, value in weights.items()}, plain.state_dict())
+        for number, name in enumerate(plain.state_dict()):
+            found = states["state"][name]
+            assert not any(isinstance(value, (DTensor, ShardedTensor)) for value in found.values())
+            assert_same({k: v.cpu() for k, v in found.items()}, {k: v.cpu() for k, v in expected[number].items()})
+    other, fresh = trained(use_orig_params, strategy)
+    zero(other)
     fresh.state.clear()
-    set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=states, options=options)
+    set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=states, options=loading)
     fresh.zero_grad()
     loss_of(other(batch(2, 0))).backward()
     fresh.step()
-    assert_same(get_model_state_dict(other, options=EACH_RANK), plain_states(3)[0].state_dict())
+    resumed = seeded(Tower)
+    train(resumed, of_the_first_copy, 3)
+    assert_same(get_model_state_dict(other, options=FULL), resumed.state_dict())
 
 
-@pytest.mark.spec("NEW-01", "SD-FULL-08", "OSD-LOAD-01", "PROG-106")
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.spec("NEW-01", "SD-FULL-08", "OSD-LOAD-01", "OSD-06", "PROG-106")
+@every_strategy
 @pytest.mark.parametrize("form", ["full", "sharded", "rank0"])
 @either
 @ranks(4)
 def test_each_form_of_both_loads_again(use_orig_params: bool, form: str, strategy: ShardingStrategy) -> None:
     """Full states of these methods are the DTensors of tensor parallelism, as in torch."""
-    model, optimizer = stepped(use_orig_params, strategy)
-    other, fresh = stepped(use_orig_params, strategy)
-    own = optimizer.state_dict()["state"]
-    of_model, of_optimizer = FullStateDictConfig(), FullOptimStateDictConfig(rank0_only=form == "rank0")
+    model, optimizer = trained(use_orig_params, strategy)
+    other, fresh = trained(use_orig_params, strategy)
     for one in (model, other):
         if form == "sharded":
             FSDP.set_state_dict_type(one, StateDictType.SHARDED_STATE_DICT)
         else:
-            FSDP.set_state_dict_type(one, StateDictType.FULL_STATE_DICT, of_model, of_optimizer)
+            of_optimizer = FullOptimStateDictConfig(rank0_only=form == "rank0")
+            FSDP.set_state_dict_type(one, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), of_optimizer)
     states = FSDP.optim_state_dict(model, optimizer)
     if states:
         assert isinstance(states["state"]["layers.0.up.weight"]["exp_avg"], DTensor)
     for entries in fresh.state.values():
         entries["exp_avg"].zero_()
     fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, states))
-    found = fresh.state_dict()["state"]
+    own, found = optimizer.state_dict()["state"], fresh.state_dict()["state"]
     assert found.keys() == own.keys()
     for number, entries in own.items():
         assert {key: type(value) for key, value in found[number].items()} == {k: type(v) for k, v in entries.items()}
         assert_same({k: full(v) for k, v in found[number].items()}, {k: full(v) for k, v in entries.items()})
+    zero(other)
     other.load_state_dict(model.state_dict())
-    expect(other, plain_states()[0])
+    plain = seeded(Tower)
+    train(plain, of_the_first_copy, 2)
+    expect(other, plain)

@@ -7,15 +7,12 @@ wrapper cannot offload without an accelerator, so the references are the plain m
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import dataclasses
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -28,10 +25,8 @@ from spec_tests.models.apis import (
     Api,
     both_apis,
     every_setting,
-    hybrid_settings,
     name_of,
     settings_of,
-    wrapper_apis,
     wrapper_settings,
 )
 from spec_tests.models.modules import UNITS, seeded
@@ -54,22 +49,18 @@ from spec_tests.subject import (
 @pytest.mark.spec("OFF-01")
 @pytest.mark.pure
 def test_cpu_offload_has_one_field_with_default_false() -> None:
-    for record in (CPUOffload, torch_fsdp.CPUOffload):
-        assert [(field.name, field.default) for field in dataclasses.fields(record)] == [("offload_params", False)]
-    assert CPUOffload(True).offload_params is True
+    assert dataclasses.asdict(CPUOffload()) == {"offload_params": False}
     assert CPUOffload(offload_params=True) == CPUOffload(True)
-    for keywords in ({"offload_grads": True}, {"pin_memory": True}, {"offload_params": True, "offload_state": True}):
-        with pytest.raises(TypeError, match="unexpected keyword argument"):
-            CPUOffload(**keywords)
+    with pytest.raises(TypeError, match="unexpected keyword argument"):
+        CPUOffload(pin_memory=True)
 
 
 @pytest.mark.spec("FS2-OFF-01")
 @pytest.mark.pure
-def test_offload_policies_are_separate_dataclasses() -> None:
-    assert CPUOffloadPolicy().pin_memory is True
-    assert isinstance(CPUOffloadPolicy(), OffloadPolicy)
-    assert CPUOffloadPolicy(pin_memory=False) == CPUOffloadPolicy(False)
-    assert not hasattr(OffloadPolicy(), "pin_memory")
+def test_the_offload_policy_of_fully_shard_pins_memory_by_default() -> None:
+    assert dataclasses.asdict(CPUOffloadPolicy()) == {"pin_memory": True}
+    assert isinstance(CPUOffloadPolicy(pin_memory=False), OffloadPolicy)
+    assert dataclasses.asdict(OffloadPolicy()) == {}
 
 
 NO_OFFLOAD: list[tuple[Api, dict[str, Any]]] = [
@@ -191,63 +182,38 @@ def test_inside_no_sync_gradients_are_on_the_device() -> None:
 
 # --- results ---
 
-LOW = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+def local_values(tensors: Any) -> list[Tensor]:
+    """This rank's shards, on the CPU."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    return [tensor.detach().to("cpu", copy=True) for tensor in local if tensor is not None]
 
 
 @pytest.mark.api_spec(wrapper=["OFF-04"], fully_shard=["FS2-OFF-01", "MIG-07"])
-@pytest.mark.parametrize("precision", [None, LOW])
+@pytest.mark.parametrize("precision", [None, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}])
 @every_setting
 @ranks(2)
 def test_training_with_offload_is_bit_by_bit_that_without(
     api: Api, strategy: ShardingStrategy, precision: dict[str, Any] | None
 ) -> None:
-    compare_with_no_offload(api, strategy=strategy, precision=precision)
-
-
-# torch's clipping reduces the norms of DTensors on the CPU, and a process group for GPUs only has no backend for that.
-@pytest.mark.cpu
-@pytest.mark.api_spec(wrapper=["OFF-04", "OFF-07"], fully_shard=["FS2-OFF-01", "FS2-SYNC-01", "FS2-OPT-03", "FS2-18"])
-@hybrid_settings
-@ranks(4)
-def test_training_on_a_grid_with_offload_and_clipping_is_that_without(api: Api, strategy: ShardingStrategy) -> None:
-    compare_with_no_offload(api, strategy=strategy, clips=True)
-
-
-def compare_with_no_offload(api: Api, *, clips: bool = False, **options: Any) -> None:
-    """Trains both models with two micro-batches in each step."""
-    models = [api.shard(offload=offload, **options) for offload in (True, False)]
+    models = [api.shard(offload=offload, strategy=strategy, precision=precision) for offload in (True, False)]
     initial = local_values(models[0].parameters())
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in models]
-    for step in range(4):
-        accumulates = step % 2 == 0
-        losses = []
+    # An optimizer on the CPU and one on an accelerator round differently.
+    tolerance = 0.0 if device().type == "cpu" else 1e-6
+    for step in range(2):
         for model in models:
-            with api.no_sync(model) if accumulates else contextlib.nullcontext():
-                losses.append(iterate(model, step))
-        assert losses[0] == losses[1] or device().type != "cpu"
-        if accumulates:
-            continue
-        assert_near(*(local_values(p.grad for p in model.parameters()) for model in models))
-        if clips:
-            assert_near(*([api.clip(model, 0.1).cpu()] for model in models))
+            with api.no_sync(model):
+                iterate(model, 2 * step)
+            iterate(model, 2 * step + 1)
+        found, expected = (local_values(p.grad for p in model.parameters()) for model in models)
+        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    found = [local_values(model.parameters()) for model in models]
-    assert_near(*found)
-    assert not all(map(torch.equal, found[0], initial))
-
-
-def local_values(tensors: Any) -> list[Tensor]:
-    """This rank's shards, on the CPU. A missing gradient is an empty one."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    return [torch.empty(0) if tensor is None else tensor.detach().to("cpu", copy=True) for tensor in local]
-
-
-def assert_near(found: list[Tensor], expected: list[Tensor]) -> None:
-    """Bitwise on the CPU. An optimizer on the CPU and one on an accelerator round differently."""
-    tolerance = 0.0 if device().type == "cpu" else 1e-6
+    found, expected = (local_values(model.parameters()) for model in models)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    assert not all(map(torch.equal, found, initial))
 
 
 @pytest.mark.spec("STREAM-15")
@@ -298,28 +264,33 @@ def test_accumulation_copies_sums_to_the_cpu_in_each_backward_that_reduces(
 
 # --- clipping ---
 
+WITH_CLIPPING = [
+    *((api, strategy) for api in (WRAPPED, ORIGINALS) for strategy in (*FLAT_STRATEGIES, *HYBRID_STRATEGIES)),
+    *((FULLY_SHARD, strategy) for strategy in HYBRID_STRATEGIES),
+]
 
-@pytest.mark.spec("OFF-07")
-@wrapper_apis
-@pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, *HYBRID_STRATEGIES])
+
+# torch's clipping reduces the norms of DTensors on the CPU, and a process group for GPUs only has no backend for that.
+@pytest.mark.cpu
+@pytest.mark.api_spec(wrapper=["OFF-04", "OFF-07"], fully_shard=["FS2-OFF-01", "FS2-SYNC-01", "FS2-OPT-03", "FS2-18"])
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
+@settings_of(*WITH_CLIPPING)
 @ranks(4)
-def test_clipping_returns_the_right_norm_on_every_rank(api: Api, strategy: ShardingStrategy) -> None:
+def test_clipping_returns_the_right_norm_on_every_rank(api: Api, strategy: ShardingStrategy, norm_type: float) -> None:
     plain, model = seeded(), api.shard(strategy=strategy, offload=True)
-    for step, norm_type in enumerate((2.0, 1.0, "inf")):
-        model.zero_grad()
-        iterate(model, step)
-        expected = mean_gradients(plain, [step])
-        copies = [copy.deepcopy(parameter) for parameter in plain.parameters()]
-        for one, gradient in zip(copies, expected.values(), strict=True):
-            one.grad = gradient.clone()
-        norm = torch.nn.utils.clip_grad_norm_(copies, 0.3, float(norm_type))
-        returned = model.clip_grad_norm_(0.3, norm_type)
-        all_ranks = [torch.empty_like(returned) for _ in range(4)]
-        dist.all_gather(all_ranks, returned)
-        assert all(torch.equal(each, returned) for each in all_ranks)
-        torch.testing.assert_close(returned.cpu(), norm.cpu())
-        clipped = {name: one.grad for name, one in zip(expected, copies, strict=True)}
-        torch.testing.assert_close(api.gradients(model), clipped, rtol=1e-5, atol=1e-6)
+    with api.no_sync(model):
+        iterate(model, 0)
+    iterate(model, 1)
+    for name, gradient in mean_gradients(plain, [0, 1]).items():
+        plain.get_parameter(name).grad = gradient
+    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3, norm_type)
+    returned = api.clip(model, 0.3, norm_type)
+    all_ranks = [torch.empty_like(returned) for _ in range(4)]
+    dist.all_gather(all_ranks, returned)
+    assert all(torch.equal(each, returned) for each in all_ranks)
+    torch.testing.assert_close(returned, expected)
+    clipped = {name: parameter.grad for name, parameter in plain.named_parameters()}
+    assert_same(api.gradients(model), clipped, bitwise=False)
 
 
 @pytest.mark.accelerator
@@ -329,11 +300,10 @@ def test_clipping_works_on_gradients_on_the_cpu() -> None:
     model = WRAPPED.shard(offload=True)
     iterate(model)
     before = torch.cat([gradient.reshape(-1) for gradient in mean_gradients(seeded()).values()])
-    returned = model.clip_grad_norm_(0.1)
-    torch.testing.assert_close(returned.cpu(), before.norm().cpu(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model.clip_grad_norm_(0.1).cpu(), before.norm().cpu())
     assert {parameter.grad.device.type for parameter in model.parameters()} == {"cpu"}
     after = torch.cat([gradient.reshape(-1) for gradient in WRAPPED.gradients(model).values()])
-    torch.testing.assert_close(after.norm().cpu(), torch.tensor(0.1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(after.norm().cpu(), torch.tensor(0.1))
 
 
 # --- state dicts ---
@@ -346,21 +316,17 @@ def test_clipping_works_on_gradients_on_the_cpu() -> None:
 def test_state_dicts_of_offloaded_units_equal_those_of_other_units_and_can_be_loaded(
     api: Api, strategy: ShardingStrategy, kind: StateDictType
 ) -> None:
-    def state_of(model: FullyShardedDataParallel) -> dict[str, Any]:
-        with FullyShardedDataParallel.state_dict_type(model, kind):
-            return model.state_dict()
-
     model, other, again = (api.shard(strategy=strategy, offload=offload) for offload in (True, False, True))
+    for each in (model, other, again):
+        FullyShardedDataParallel.set_state_dict_type(each, kind)
     for each in (model, other):
         iterate(each, 0, torch.optim.SGD(each.parameters(), lr=0.1))
-    state, expected = state_of(model), state_of(other)
+    state, expected = model.state_dict(), other.state_dict()
     assert list(state) == list(expected)
     for name, value in expected.items():
         assert is_plain(state[name]) if is_plain(value) else type(state[name]) is type(value)
         assert state[name].shape == value.shape
-    with FullyShardedDataParallel.state_dict_type(again, kind):
-        again.load_state_dict(state)
-    assert_same(full_values(again), full_values(model), bitwise=True)
+    again.load_state_dict(state)
     on_device = {name: value.to(device()) for name, value in full_values(again).items()}
     assert_same(on_device, full_values(other), bitwise=True)
     assert {parameter.device.type for parameter in again.parameters()} == {"cpu"}

@@ -7,59 +7,33 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from spec_tests.harness import device, ranks
+from spec_tests.harness import ranks
 from spec_tests.models.gradients import step_with
 from spec_tests.models.modules import seeded
-from spec_tests.models.running import batch, iterate, loss_of
+from spec_tests.models.running import iterate
 from spec_tests.models.sharding import grid_mesh, sharded
 from spec_tests.models.values import assert_same, full, full_gradients, full_values, mean_gradients, named
 from spec_tests.oracles import count_collectives
 
-BuildsOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-
-def groups(parameters: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
+def with_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """Only matrices have a weight decay."""
     parameters = list(parameters)
     matrices = {"params": [p for p in parameters if p.ndim == 2], "weight_decay": 0.5}
-    return [matrices, {"params": [p for p in parameters if p.ndim == 1]}]
+    return torch.optim.AdamW([matrices, {"params": [p for p in parameters if p.ndim == 1]}], lr=0.01, weight_decay=0.0)
 
 
-OPTIMIZERS: dict[str, BuildsOptimizer] = {
+OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9, nesterov=True),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     "Adam, one by one": lambda parameters: torch.optim.Adam(parameters, lr=0.01, foreach=False),
     "AdamW, fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, weight_decay=0.1, fused=True),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1),
-    "AdamW with two groups": lambda parameters: torch.optim.AdamW(groups(parameters), lr=0.01, weight_decay=0.0),
+    "AdamW with two groups": with_groups,
 }
-
-
-def train_both(
-    model: nn.Module, plain: nn.Module, build: BuildsOptimizer, num_steps: int, max_norm: float | None = None
-) -> None:
-    """Steps of both models, on the batches of all ranks. With ``max_norm``, clips and compares the norms."""
-    optimizer, oracle = (build(each.parameters()) for each in (model, plain))
-    for step in range(num_steps):
-        iterate(model, step)
-        expected = mean_gradients(plain, (step,))
-        if max_norm is not None:
-            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-            set_gradients(plain, expected)
-            torch.testing.assert_close(full(norm), nn.utils.clip_grad_norm_(plain.parameters(), max_norm))
-            expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        optimizer.step()
-        optimizer.zero_grad()
-        step_with(expected, plain, oracle)
-
-
-def set_gradients(plain: nn.Module, gradients: dict[str, Tensor]) -> None:
-    for name, parameter in plain.named_parameters():
-        parameter.grad = gradients[name]
 
 
 @pytest.mark.spec("FS2-OPT-01")
@@ -115,27 +89,39 @@ def test_gradient_has_the_same_spec_object_as_its_parameter(assign: bool) -> Non
 @ranks(2)
 def test_optimizers_of_torch_step_like_on_the_plain_model(name: str) -> None:
     model, plain = sharded(), seeded()
-    train_both(model, plain, OPTIMIZERS[name], 3)
+    optimizer, other = (OPTIMIZERS[name](each.parameters()) for each in (model, plain))
+    for step in range(3):
+        iterate(model, step, optimizer)
+        step_with(mean_gradients(plain, (step,)), plain, other)
     assert_same(full_values(model), named(plain), bitwise="fused" not in name)
 
 
-@pytest.mark.spec("FS2-OPT-03", "MIG-19")
+# --- clipping ---
+
+
+@pytest.mark.spec("FS2-OPT-03", "FS2-OPT-04", "MIG-19")
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.0, float("inf")])
-@ranks(2)
-def test_clipping_gives_the_norm_of_the_plain_model(norm_type: float) -> None:
-    model, plain = sharded(), seeded()
-    set_gradients(plain, mean_gradients(plain))
-    iterate(model)
-    ours, theirs = (nn.utils.clip_grad_norm_(each.parameters(), 0.01, norm_type) for each in (model, plain))
-    assert isinstance(ours, DTensor)
-    torch.testing.assert_close(full(ours), theirs)
-    assert_same(full_gradients(model), {n: p.grad for n, p in plain.named_parameters()}, bitwise=False)
-
-
-@pytest.mark.spec("FS2-OPT-03")
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"mesh": "2 x 2"}])
 @ranks(4)
-def test_clipping_on_two_times_two_counts_no_replica_twice() -> None:
-    train_both(sharded(mesh=grid_mesh()), seeded(), OPTIMIZERS["SGD"], 1, max_norm=0.01)
+def test_several_steps_of_adam_with_clipping_equal_one_process(options: dict[str, Any], norm_type: float) -> None:
+    if "mesh" in options:
+        options = {"mesh": grid_mesh()}
+    model, plain = sharded(**options), seeded()
+    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain)]
+    for step in range(3):
+        iterate(model, step)
+        for name, gradient in mean_gradients(plain, (step,)).items():
+            plain.get_parameter(name).grad = gradient
+        ours, expected = (nn.utils.clip_grad_norm_(each.parameters(), 0.05, norm_type) for each in (model, plain))
+        assert isinstance(ours, DTensor)
+        torch.testing.assert_close(ours.full_tensor(), expected)
+        clipped = {name: parameter.grad for name, parameter in plain.named_parameters()}
+        assert_same(full_gradients(model), clipped, bitwise=False)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    # Adam divides by the size of a gradient, so a step can amplify its rounding.
+    torch.testing.assert_close(full_values(model), named(plain), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.spec("FS2-OPT-03")
@@ -143,52 +129,7 @@ def test_clipping_on_two_times_two_counts_no_replica_twice() -> None:
 def test_clipping_sends_nothing_but_norms() -> None:
     model = sharded()
     iterate(model)
-    before = full_gradients(model)
     with count_collectives() as counts:
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
-        full(norm)
+        full(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
     assert counts.calls["all_gather"] == counts.calls["reduce_scatter"] == 0
     assert all(num_bytes <= 8 for _, num_bytes in counts.order)
-    largest = max(gradient.abs().max() for gradient in before.values())
-    assert max(gradient.abs().max() for gradient in full_gradients(model).values()) < largest
-
-
-@pytest.mark.spec("FS2-OPT-04", "FS2-OPT-03")
-@pytest.mark.parametrize("reshard_after_forward", [None, False])
-@ranks(2)
-def test_several_steps_of_adam_with_clipping_equal_one_process(reshard_after_forward: bool | None) -> None:
-    model, plain = sharded(reshard_after_forward=reshard_after_forward), seeded()
-    train_both(model, plain, OPTIMIZERS["Adam"], 4, max_norm=0.05)
-    assert_same(full_values(model), named(plain), bitwise=False)
-
-
-@pytest.mark.spec("FS2-OPT-03")
-@ranks(2)
-def test_clipping_by_value_works_as_well() -> None:
-    model = sharded()
-    iterate(model)
-    nn.utils.clip_grad_value_(model.parameters(), 0.001)
-    expected = {name: gradient.clamp(-0.001, 0.001) for name, gradient in mean_gradients(seeded()).items()}
-    assert_same(full_gradients(model), expected)
-
-
-@pytest.mark.spec("FS2-OPT-03", "FS2-OPT-04")
-@ranks(2)
-def test_the_stock_gradient_scaler_skips_a_step_on_all_ranks_if_one_of_them_overflows() -> None:
-    model = sharded()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler(device().type, init_scale=8.0, growth_interval=100)
-    before = full_values(model)
-    for overflows in (True, False):
-        scaler.scale(loss_of(model(batch()))).backward()
-        if overflows and dist.get_rank() == 1:
-            model.enter.bias.grad.to_local()[0] = float("inf")
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        assert scaler.get_scale() == 4.0
-        if overflows:
-            assert_same(full_values(model), before)
-            optimizer.zero_grad()
-    assert_same(full_gradients(model), mean_gradients(seeded()))
-    assert not torch.equal(full_values(model)["enter.weight"], before["enter.weight"])

@@ -17,11 +17,12 @@ from spec_tests.subject import fully_shard
 @pytest.mark.spec("FUZZ-04", "FWD-08")
 @pytest.mark.parametrize("has_evaluated", [False, True])
 @ranks(2)
-def test_a_parameter_without_a_gradient_still_has_none(has_evaluated: bool) -> None:
+def test_gradients_become_zero_in_place_and_a_parameter_without_one_still_has_none(has_evaluated: bool) -> None:
     """Defect: a gradient of zeros appears, so weight decay changes a layer that the model has not used."""
     model = sharded()
     parameters = dict(model.named_parameters())
     iterate(model, order=(0, 1))
+    kept = {name: parameter.grad for name, parameter in parameters.items()}
     if has_evaluated:
         with torch.no_grad():
             model(batch(1))
@@ -30,15 +31,15 @@ def test_a_parameter_without_a_gradient_still_has_none(has_evaluated: bool) -> N
         is_unused = name.startswith(("blocks.2", "blocks.3"))
         assert (parameter.grad is None) == is_unused, name
         assert is_unused or not parameter.grad.to_local().any(), name
-
-
-class ClearsItself(nn.Linear):
-    def zero_grad(self) -> None:  # type: ignore[override]
-        for parameter in self.parameters():
-            parameter.grad = None
+    iterate(model)
+    # A program may keep the gradients over several steps.
+    for name, gradient in kept.items():
+        assert gradient is None or gradient is parameters[name].grad, name
 
 
 class CountsCalls(nn.Linear):
+    """A module with its own `zero_grad`, which has another argument."""
+
     num_calls = 0
 
     def zero_grad(self, set_to_none: bool = True, *, counts: bool = False) -> None:
@@ -46,40 +47,45 @@ class CountsCalls(nn.Linear):
         super().zero_grad(set_to_none)
 
 
+ARGUMENTS: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+    ((), {"counts": True}),
+    ((), {"set_to_none": False}),
+    ((False,), {}),
+]
+
+
 @pytest.mark.spec("FUZZ-04")
-@pytest.mark.parametrize(("kind", "arguments"), [(ClearsItself, {}), (CountsCalls, {"counts": True})])
+@pytest.mark.parametrize(("args", "kwargs"), ARGUMENTS)
 @ranks(2)
-def test_zero_grad_of_the_module_keeps_its_own_parameters(kind: type[nn.Module], arguments: dict[str, Any]) -> None:
-    module = fully_shard(kind(4, 4))
+def test_zero_grad_of_the_module_keeps_its_own_parameters(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    module = fully_shard(CountsCalls(4, 4))
     parameters = list(module.parameters())
     module(torch.ones(2, 4)).sum().backward()
     with torch.no_grad():
         module(torch.ones(2, 4))
-    module.zero_grad(**arguments)
+    module.zero_grad(*args, **kwargs)
+    assert module.num_calls == ("counts" in kwargs)
+    if "counts" in kwargs:
+        assert all(parameter.grad is None for parameter in parameters)
+    else:
+        assert not any(parameter.grad.to_local().any() for parameter in parameters)
+
+
+class ClearsItself(nn.Linear):
+    """A module with its own `zero_grad`, which has no argument."""
+
+    def zero_grad(self) -> None:  # type: ignore[override]
+        for parameter in self.parameters():
+            parameter.grad = None
+
+
+@pytest.mark.spec("FUZZ-04")
+@ranks(2)
+def test_a_module_can_clear_its_own_gradients() -> None:
+    module = fully_shard(ClearsItself(4, 4))
+    parameters = list(module.parameters())
+    module(torch.ones(2, 4)).sum().backward()
+    with torch.no_grad():
+        module(torch.ones(2, 4))
+    module.zero_grad()
     assert all(parameter.grad is None for parameter in parameters)
-    assert getattr(module, "num_calls", 1) == 1
-
-
-@pytest.mark.spec("FUZZ-04")
-@pytest.mark.parametrize("arguments", [{"set_to_none": False}, (False,)], ids=str)
-@ranks(2)
-def test_zero_grad_takes_its_argument_by_name_and_by_position(arguments: Any) -> None:
-    module = fully_shard(nn.Linear(4, 4))
-    parameters = list(module.parameters())
-    module(torch.ones(2, 4)).sum().backward()
-    with torch.no_grad():
-        module(torch.ones(2, 4))
-    module.zero_grad(**arguments) if isinstance(arguments, dict) else module.zero_grad(*arguments)
-    assert not any(parameter.grad.to_local().any() for parameter in parameters)
-
-
-@pytest.mark.spec("FWD-08")
-@ranks(2)
-def test_gradients_are_set_to_zero_in_place() -> None:
-    """Defect: gradients that a program keeps over several steps are no longer the gradients of the parameters."""
-    model = sharded()
-    iterate(model)
-    kept = [parameter.grad for parameter in model.parameters()]
-    model.zero_grad(set_to_none=False)
-    iterate(model)
-    assert all(gradient is parameter.grad for gradient, parameter in zip(kept, model.parameters(), strict=True))

@@ -6,68 +6,42 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spec_tests.harness import device, ranks
 from spec_tests.models.apis import Api, both_apis, wrapper_apis
+from spec_tests.models.modules import Scale
 from spec_tests.oracles.tolerance import tolerance
 from spec_tests.subject import ShardedGradScaler
-
-LOW = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-
-
-class Sums(nn.Module):
-    """Sums its inputs times a weight, so each gradient is the input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.zeros(16))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
 
 
 def with_gradients(api: Api, value: float, precision: dict[str, Any]) -> Any:
     """A model whose 16 gradients all are ``value``."""
-    model = api.shard(Sums().to(device()), precision=precision)
-    model(torch.full((16,), value, device=device())).backward(
-        torch.ones(16, device=device(), dtype=precision["param_dtype"])
-    )
+    model = api.shard(Scale(16).to(device()), precision=precision)
+    model(torch.full((16,), value, device=device())).sum().backward()
     return model
 
 
+# A norm above the largest float16, and squares below the smallest.
 @pytest.mark.spec("CLIP-02", "CLIP-03", "MP-12")
-@LOW
+@pytest.mark.parametrize("value", [30_000.0, 2.0**-14])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @wrapper_apis
 @ranks(2)
-def test_gradients_with_a_norm_above_the_largest_float16_are_clipped_and_not_lost(api: Api, dtype: torch.dtype) -> None:
-    model = with_gradients(api, 30_000.0, {"param_dtype": dtype, "keep_low_precision_grads": True})
-    # The norm is 4 * 30,000. The factor and the product are rounded.
-    model.clip_grad_norm_(1200.0)
+def test_gradients_that_are_kept_in_low_precision_have_their_norm_and_are_clipped(
+    api: Api, dtype: torch.dtype, value: float
+) -> None:
+    model = with_gradients(api, value, {"param_dtype": dtype, "keep_low_precision_grads": True})
+    norm = 4 * torch.tensor(value).to(dtype).item()
+    returned = model.clip_grad_norm_(norm / 2).item()
+    # The result has the dtype of the gradients.
+    assert returned == torch.tensor(norm).to(dtype)
     clipped = api.gradients(model)["weight"]
     assert clipped.dtype is dtype
-    torch.testing.assert_close(
-        clipped.float(), torch.full_like(clipped, 300.0, dtype=torch.float32), rtol=tolerance(dtype, 3), atol=0.0
-    )
-
-
-@pytest.mark.spec("CLIP-02", "CLIP-03", "MP-12")
-@LOW
-@wrapper_apis
-@ranks(2)
-def test_gradients_whose_squares_are_zero_in_float16_have_their_norm(api: Api, dtype: torch.dtype) -> None:
-    small = 2.0**-14
-    model = with_gradients(api, small, {"param_dtype": dtype, "keep_low_precision_grads": True})
-    assert model.clip_grad_norm_(1.0) == 4 * small
-    assert api.gradients(model)["weight"].tolist() == [small] * 16, "below the limit"
-    model.clip_grad_norm_(2 * small)
-    clipped = api.gradients(model)["weight"].double()
-    # As in torch, 1e-6 is added to the norm.
-    factor = 2 * small / (4 * small + 1e-6)
+    # As in torch, 1e-6 is added to the norm. The factor and the product are rounded.
+    expected = torch.full_like(clipped, norm / 4 * norm / 2 / (norm + 1e-6), dtype=torch.float64)
     # The smallest float16 is 2**-24, so half of it is lost by rounding.
-    torch.testing.assert_close(
-        clipped, torch.full_like(clipped, factor * small), rtol=tolerance(dtype, 3), atol=2.0**-25
-    )
+    torch.testing.assert_close(clipped.double(), expected, rtol=tolerance(dtype, 3), atol=2.0**-25)
 
 
 @pytest.mark.spec("MP-05", "FS2-MP-03")
@@ -86,7 +60,7 @@ def test_a_mean_in_float16_does_not_leave_its_range_in_between(api: Api, value: 
 @wrapper_apis
 @ranks(2)
 def test_a_scaler_keeps_gradients_that_float16_rounds_to_zero(api: Api) -> None:
-    model = api.shard(Sums().to(device()), precision={"param_dtype": torch.float16})
+    model = api.shard(Scale(16).to(device()), precision={"param_dtype": torch.float16})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = ShardedGradScaler(device().type, init_scale=2.0**16)
 

@@ -1,8 +1,7 @@
-"""Mixed precision: which inputs and outputs of a unit are cast."""
+"""Mixed precision: which inputs of a unit are cast."""
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from spec_tests.models.modules import seeded
 from spec_tests.models.probes import Probe, expected_gradients, nested_inputs, ones, probes
 from spec_tests.models.running import batch, loss_of
 from spec_tests.models.values import assert_same
-from spec_tests.subject import FullyShardedDataParallel, MixedPrecision
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -29,17 +27,19 @@ def assert_seen(probe: Probe, *, is_cast: bool) -> None:
 
 # --- the root ---
 
+LOW, ONLY_REDUCED = {"param_dtype": BF16}, {"reduce_dtype": BF16}
 ROOTS: list[tuple[Api, dict[str, Any], bool]] = [
-    *((api, {"param_dtype": BF16}, True) for api in (WRAPPED, ORIGINALS, FULLY_SHARD)),
-    *((api, {"reduce_dtype": BF16}, False) for api in (WRAPPED, ORIGINALS, FULLY_SHARD)),
-    (FULLY_SHARD, {"param_dtype": BF16, "cast_forward_inputs": False}, False),
-    *(
-        (WRAPPED, {"param_dtype": BF16, "cast_root_forward_inputs": on_root, "cast_forward_inputs": elsewhere}, on_root)
-        for on_root in (True, False)
-        for elsewhere in (True, False)
-    ),
-    (ORIGINALS, {"param_dtype": BF16, "cast_root_forward_inputs": False}, False),
-    (WRAPPED, {"reduce_dtype": BF16, "cast_forward_inputs": True}, False),
+    (WRAPPED, LOW, True),
+    (ORIGINALS, LOW, True),
+    (FULLY_SHARD, LOW, True),
+    (WRAPPED, ONLY_REDUCED | {"cast_forward_inputs": True}, False),
+    (ORIGINALS, ONLY_REDUCED, False),
+    (FULLY_SHARD, ONLY_REDUCED, False),
+    (FULLY_SHARD, LOW | {"cast_forward_inputs": False}, False),
+    (WRAPPED, LOW | {"cast_root_forward_inputs": True, "cast_forward_inputs": True}, True),
+    (WRAPPED, LOW | {"cast_root_forward_inputs": True, "cast_forward_inputs": False}, True),
+    (WRAPPED, LOW | {"cast_root_forward_inputs": False, "cast_forward_inputs": True}, False),
+    (ORIGINALS, LOW | {"cast_root_forward_inputs": False, "cast_forward_inputs": False}, False),
 ]
 
 
@@ -63,9 +63,8 @@ def test_root_casts_its_inputs_by_default_and_with_the_option(
 @both_apis
 @ranks(2)
 def test_a_root_without_parameters_of_its_own_casts_its_inputs_too(api: Api) -> None:
-    inner = list(probes())
-    model = api.shard(nn.Sequential(*inner), unit_classes=(Probe,), precision={"param_dtype": BF16})
-    model(ones())
+    inner = probes()
+    api.shard(inner, unit_classes=(Probe,), precision={"param_dtype": BF16})(ones())
     assert inner[0].seen["x"] is BF16
 
 
@@ -109,20 +108,19 @@ class Calls(nn.Module):
 
 
 INNER: list[tuple[Api, dict[str, Any], bool]] = [
-    *((FULLY_SHARD, {"cast_forward_inputs": casts}, casts) for casts in (True, False)),
-    *(
-        (api, {"cast_forward_inputs": casts, "cast_root_forward_inputs": on_root}, casts)
-        for api in (WRAPPED, ORIGINALS)
-        for casts in (True, False)
-        for on_root in (True, False)
-    ),
+    (FULLY_SHARD, {}, True),
+    (FULLY_SHARD, {"cast_forward_inputs": False}, False),
+    (WRAPPED, {}, False),
+    (WRAPPED, {"cast_forward_inputs": True, "cast_root_forward_inputs": False}, True),
+    (ORIGINALS, {"cast_forward_inputs": True, "cast_root_forward_inputs": True}, True),
+    (ORIGINALS, {"cast_forward_inputs": False, "cast_root_forward_inputs": True}, False),
 ]
 
 
 @pytest.mark.api_spec(wrapper=["MP-13", "MP-16"], fully_shard=["FS2-MP-05"])
-@pytest.mark.parametrize(("api", "options", "casts"), INNER, ids=name_of)
+@pytest.mark.parametrize(("api", "options", "is_cast"), INNER, ids=name_of)
 @ranks(2)
-def test_inner_unit_casts_inputs_only_with_option(api: Api, options: dict[str, Any], casts: bool) -> None:
+def test_inner_unit_casts_inputs_only_with_option(api: Api, options: dict[str, Any], is_cast: bool) -> None:
     probe = Probe().to(device())
     # The root has another precision and casts nothing, so only the inner unit can cast.
     model = api.unit(Calls(api.unit(probe, precision={"param_dtype": BF16, **options})))
@@ -130,24 +128,8 @@ def test_inner_unit_casts_inputs_only_with_option(api: Api, options: dict[str, A
     for _ in range(2):
         model(args, kwargs).sum().backward()
         assert probe.seen["weight"] is BF16
-        assert_seen(probe, is_cast=casts)
+        assert_seen(probe, is_cast=is_cast)
     assert args[1][0].dtype is FP64, "the caller's tensors are not changed"
-
-
-@pytest.mark.spec("MP-13")
-@ranks(2)
-def test_inner_unit_of_another_precision_fails_without_input_cast_and_runs_with_one() -> None:
-    for casts in (False, True):
-        inner = FullyShardedDataParallel(
-            nn.Linear(6, 6).to(device()),
-            mixed_precision=MixedPrecision(param_dtype=BF16, cast_forward_inputs=casts),
-        )
-        model = FullyShardedDataParallel(nn.Sequential(nn.Linear(6, 6).to(device()), inner))
-        if casts:
-            assert model(batch()).dtype is BF16
-        else:
-            with pytest.raises(RuntimeError, match="dtype"):
-                model(batch())
 
 
 # --- which inputs ---
@@ -158,25 +140,15 @@ def test_inner_unit_of_another_precision_fails_without_input_cast_and_runs_with_
 @both_apis
 @ranks(2)
 def test_only_floating_point_inputs_are_cast(api: Api, is_root: bool) -> None:
-    others = [torch.ones(2, dtype=dtype, device=device()) for dtype in (torch.int64, torch.bool, torch.uint8)]
+    others = [torch.int64, torch.bool, torch.uint8, torch.complex64]
     probe = Probe().to(device())
     model = api.unit(probe, precision={"param_dtype": BF16, "cast_forward_inputs": True})
-    args, kwargs = (ones(), others, ones(3)), {"mask": others[1], "tokens": [others[0]], "x2": ones(4)}
+    args = (ones(), [ones(2).to(dtype) for dtype in others], ones(3))
+    kwargs = {"mask": ones(2).bool(), "tokens": [ones(2).long()], "x2": ones(4)}
     if is_root:
         model(*args, **kwargs)
     else:
         api.unit(Calls(model))(args, kwargs)
     assert probe.seen["x"] is BF16
-    assert probe.seen["args"] == [torch.int64, torch.bool, torch.uint8, BF16]
+    assert probe.seen["args"] == [*others, BF16]
     assert probe.seen["kwargs"] == [torch.bool, torch.int64, BF16]
-
-
-@pytest.mark.api_spec(wrapper=["MP-17"], fully_shard=["FS2-MP-05"])
-@both_apis
-@ranks(2)
-def test_token_ids_are_not_cast_before_an_embedding(api: Api) -> None:
-    model = nn.Sequential(nn.Embedding(1000, 6), nn.Linear(6, 2)).to(device())
-    expected = copy.deepcopy(model).bfloat16()
-    # bfloat16 cannot represent 257 and 999.
-    tokens = torch.tensor([[257, 999, 1]], device=device())
-    assert torch.equal(api.unit(model, precision={"param_dtype": BF16})(tokens), expected(tokens))
