@@ -48,7 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="the variants of each parametrized test: 'each' parameter value occurs once (default for folders), 'all' "
         "(default for a file, a test, -k and --spec), the 'others', which 'each' leaves out, or at most a NUMBER",
     )
-    parser.addoption("--quick", action="store_true", help="a sample of the tests: about two minutes")
+    parser.addoption("--quick", action="store_true", help="the tests that noticed breaks of the package")
     parser.addoption(
         "--every-row",
         action="store_true",

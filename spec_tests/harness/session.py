@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import pathlib
 import sys
@@ -14,13 +15,12 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from spec_tests.harness import about, pool, worker
+from spec_tests.harness import about, accounting, pool, worker
 from spec_tests.harness.accounting import (
     Accounting,
     read_rows,
     rows_of_accelerators,
     rows_proven_by,
-    section_of,
 )
 
 pytest.register_assert_rewrite(*worker.REWRITTEN)
@@ -33,6 +33,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Folders whose tests start processes that would compute on the CPU.
 STARTS_PROGRAMS = (
+    "spec_tests/learn",
     "spec_tools/tutorials",
     "spec_tools/processes",
     "docs_build/tests",
@@ -151,14 +152,10 @@ def leave_out_by_engine(config: pytest.Config, items: list[pytest.Item]) -> None
 
 
 def quick_form(items: list[pytest.Item]) -> set[pytest.Item]:
-    """For each section of the spec and each folder, the first test on two ranks. Tests that start programs are slow."""
-    chosen: dict[tuple[str, str], pytest.Item] = {}
-    for item in items:
-        marker = item.get_closest_marker("ranks")
-        if marker is not None and marker.args == (2,) and not starts_programs(item):
-            for row in rows_proven_by(item):
-                chosen.setdefault((section_of(row), item.path.parent.name), item)
-    return set(chosen.values())
+    """The tests that noticed a break of the catalogue, without those that start programs, which are slow."""
+    record = json.loads((accounting.ROOT / "docs" / "data" / "mutants.json").read_text())["mutants"]
+    noticed = {test for one in record.values() for test in one["red"].values()}
+    return {item for item in items if item.nodeid in noticed and not starts_programs(item)}
 
 
 def choose_variants(config: pytest.Config, items: list[pytest.Item]) -> None:
