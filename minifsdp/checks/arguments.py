@@ -131,6 +131,11 @@ FACTOR = Kind(
     "a number other than 0", lambda value: _is_number(value) and float(value) != 0
 )
 SWITCH = Kind("True or False", is_a(int))
+RESHARD = Kind(
+    "a bool here; a number of ranks can be chosen when fully_shard() is called",
+    is_a(bool),
+    ValueError,
+)
 OPTIMIZER = Kind(
     "an optimizer",
     lambda value: hasattr(value, "state_dict") and hasattr(value, "param_groups"),

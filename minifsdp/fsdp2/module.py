@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed.fsdp as torch_fsdp
-from torch import nn
 
 from minifsdp.cases.ddp_around import RefusesDDP
 from minifsdp.cases.hook_streams import on_stream
@@ -37,9 +36,8 @@ from minifsdp.checks.arguments import (
     FACTOR,
     FUNCTION,
     MODULES,
+    RESHARD,
     SWITCH,
-    Kind,
-    is_a,
     require,
 )
 from minifsdp.engine.collectives import Scaling
@@ -49,12 +47,6 @@ from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import State, Unit
 from minifsdp.fsdp2.fsdp_state import ATTRIBUTE, FSDPState, state_of, states_in
-
-RESHARD = Kind(
-    "a bool here; a number of ranks can be chosen when fully_shard() is called",
-    is_a(bool),
-    ValueError,
-)
 
 
 class UnshardHandle:
@@ -375,7 +367,7 @@ def listed(module: Any) -> FSDPState:
     Raises:
         ValueError: if ``fully_shard`` was not called on it.
     """
-    state = state_of(module) if isinstance(module, nn.Module) else None
+    state = state_of(module) if isinstance(module, torch.nn.Module) else None
     if state is None:
         raise ValueError(message("expects-fsdp-module", type=type(module).__name__))
     return state
