@@ -92,14 +92,6 @@ def shard_with_override(model: nn.Module, dtype: torch.dtype | None, library: An
 NOT_OFFERED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "policy": ("param_dtype_override_fn", lambda model: shard_with_override(model, None)),
     "policy of one dtype": ("param_dtype_override_fn", lambda model: shard_with_override(model, torch.float32)),
-    "kept storage": (
-        "set_keep_unsharded_storage",
-        lambda model: minifsdp.fully_shard(model).set_keep_unsharded_storage(True),
-    ),
-    "kept storage of one unit": (
-        "set_keep_unsharded_storage",
-        lambda model: minifsdp.fully_shard(model).set_keep_unsharded_storage(keep=True, recurse=False),
-    ),
 }
 
 

@@ -31,7 +31,9 @@ def assert_recorded(kind: str, name: str, ours: int, theirs: int) -> None:
     here, there = recorded["peaks"][name][kind]
     same_torch = recorded["torch"].partition("+")[0] == torch.__version__.partition("+")[0]
     assert ours == here, "not as on the page: python -m spec_tests.streams.peaks --record"
-    assert theirs == there or not same_torch, "not as on the page: python -m spec_tests.streams.peaks --record"
+    # torch's FSDP allocates two scalars once in a process, which may have been in an earlier test.
+    is_recorded = there - theirs in (0, 32)
+    assert is_recorded or not same_torch, "not as on the page: python -m spec_tests.streams.peaks --record"
 
 
 @pytest.mark.spec("STREAM-17")
