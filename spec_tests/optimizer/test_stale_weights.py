@@ -94,7 +94,7 @@ def backward(model: nn.Module) -> Tensor:
     return loss
 
 
-# What happens between a backward and the step of the optimizer.
+# Changes between a backward and the step of the optimizer.
 BETWEEN: dict[str, Callable[[nn.Module], object]] = {
     "nothing": lambda model: None,
     "evaluation": evaluate,
