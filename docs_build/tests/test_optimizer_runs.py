@@ -19,6 +19,11 @@ MEASURED = PAGE.partition("| optimizer | flat |")[2].partition("\n\n")[0]
 CELLS = {name: cells for name, *cells in (line.strip("| ").split(" | ") for line in MEASURED.splitlines()[2:])}
 
 
+def any_size(text: str) -> str:
+    """A text in which each 1-D size is replaced by the same word."""
+    return re.sub(r"Size\(\[\d+\]\)", "Size([n])", text)
+
+
 @pytest.mark.spec("OPTIMIZERS-04", "OPTIMIZERS-05")
 @pytest.mark.cpu
 @pytest.mark.parametrize("name", BY_NAME)
@@ -32,7 +37,8 @@ def test_new_training_has_the_results_of_the_page(name: str) -> None:
         if word in ("close", "different"):
             assert 100 * run["deviation"] == pytest.approx(float(more[0].rstrip("%")), rel=0.2)
         if word == "error":
-            assert run["error"].replace("|", "\\|") in PAGE
+            # The ranks' shards have other sizes, and the first error of any rank is recorded.
+            assert any_size(run["error"].replace("|", "\\|")) in any_size(PAGE)
 
 
 @pytest.mark.spec("OPTIMIZERS-04")

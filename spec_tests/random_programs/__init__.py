@@ -21,8 +21,8 @@ tests               drawn kind    what the judge checks
 ==================  ============  ====================================================================================
 ``test_loops``      ``loops``     values, gradients and results are equal to the reference's
 ``test_pairs``      a table       the same, in rows with all pairs of options; a loaded model goes on with equal bits
-``test_calls``      ``calls``     each call is equal to the reference's or is refused by minifsdp; training goes on
-``test_calls``      ``apart``     each rank makes other calls, and gets an error or equal values; none waits for long
+``spec_tools``      ``calls``     each call is equal to the reference's or is refused by minifsdp; training goes on
+``spec_tools``      ``apart``     each rank makes other calls, and gets an error or equal values; none waits for long
 ``test_races``      ``races``     on the simulated device: no race, and equal bits in other orders
 ==================  ============  ====================================================================================
 

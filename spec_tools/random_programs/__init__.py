@@ -1,0 +1,1 @@
+"""Long tests of the generator of random programs, ``spec_tests/random_programs``."""
