@@ -67,7 +67,7 @@ class Case:
         return self.in_torch if version in CHECKED and not is_fixed else self.in_fixed_torch
 
     def run(self, library: str) -> str:
-        """The result of the program with ``library`` instead of torch, or the message of its error. All ranks call it."""
+        """The result of the program with ``library`` instead of torch, or its error message. All ranks call it."""
         text = (FOLDER / f"{self.name}.py").read_text(encoding="utf-8")
         text = re.sub(r"^from torch\.distributed\.fsdp\b", f"from {library}", text, flags=re.MULTILINE)
         names: dict[str, Any] = {"__name__": self.name}
