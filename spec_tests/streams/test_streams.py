@@ -222,7 +222,7 @@ def test_a_hook_with_a_stream_of_its_own_runs_between_the_division_and_the_compu
 ) -> None:
     one = plan(MeshGroups.sharded(PAIR))
     machine.comm_streams()  # This call uses three stream names; the fourth is for the user's stream.
-    one.after = on_stream(lambda _: machine.note("after"), machine.Stream(device=DEVICE, priority=0))
+    one.after_reduction = on_stream(lambda _: machine.note("after"), machine.Stream(device=DEVICE, priority=0))
     machine._names = iter(["gather", "reduce", "all_reduce"])
     log = reduce_once(machine, one)
     assert log[2:] == [
