@@ -159,8 +159,8 @@ def test_of_the_same_section(): pass
         (("--variants", "2"), 2, 2),
         (("--spec", "CTOR-01"), 6, 0),
         (("--spec", "CTOR-02", "--spec", "CTOR-03"), 0, 2),
-        # One test of each section on two ranks.
-        (("--quick",), 0, 1),
+        # No test of this file has noticed a break.
+        (("--quick",), 0, 0),
     ],
 )
 def test_options_choose_tests(
