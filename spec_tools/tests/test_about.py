@@ -25,9 +25,12 @@ def test_the_list_has_what_is_about_all_topics_and_nothing_else() -> None:
 
 
 def test_a_variant_of_both_apis_is_only_about_its_own_api() -> None:
-    name = "test_training_is_bit_by_bit_that_of_torch"
-    both = listed("bit_by_bit").count(name)
-    one, other = listed("bit_by_bit, fully_shard").count(name), listed("bit_by_bit, wrapper").count(name)
+    name = "test_shards_gradients_and_optimizer_state_are_on_the_cpu"
+    both = listed("state_are_on_the_cpu").count(name)
+    one, other = (
+        listed("state_are_on_the_cpu, fully_shard").count(name),
+        listed("state_are_on_the_cpu, wrapper").count(name),
+    )
     assert 0 < one < both
     assert one + other == both
 
