@@ -21,12 +21,12 @@ The case is a base class of `FSDPModule`.
 Spec: NEW-29.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 from minifsdp.checks.arguments import SWITCH, require
 from minifsdp.engine.bucket import Bucket
 from minifsdp.engine.unit import State
+from minifsdp.fsdp2.fsdp_state import states_for
 
 
 class KeptStorage:
@@ -49,8 +49,6 @@ class KeptStorage:
 class KeepsStorage:
     """The method of `FSDPModule`."""
 
-    _get_fsdp_state: Callable[[], Any]
-
     def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
         """Sets whether the memory of the unsharded parameters stays allocated after a reshard (NEW-29).
 
@@ -61,14 +59,9 @@ class KeepsStorage:
             recurse: whether it applies to the units inside the module, too.
         """
         require(SWITCH, "set_keep_unsharded_storage", keep=keep)
-        modules: Any = self.modules() if recurse else [self]  # type: ignore[attr-defined]
-        for module in modules:
-            state = (
-                module._get_fsdp_state() if isinstance(module, KeepsStorage) else None
-            )
-            if state is None or state.unit is None:
-                continue
-            for bucket in state.unit.layout.buckets:
+        for state in states_for(self, recurse):
+            unit: Any = state.unit
+            for bucket in () if unit is None else unit.layout.buckets:
                 if not isinstance(bucket, Bucket):
                     continue
                 storage: Any = bucket._storage
@@ -76,5 +69,5 @@ class KeepsStorage:
                     storage = storage.storage
                 kept: Any = KeptStorage(storage) if keep else storage
                 bucket._storage = kept
-                if not keep and state.unit.state is State.SHARDED:
+                if not keep and unit.state is State.SHARDED:
                     bucket.free()

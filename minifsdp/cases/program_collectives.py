@@ -45,6 +45,7 @@ from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.unit import Unit
+from minifsdp.fsdp2.fsdp_state import states_for
 
 COMMUNICATION = Kind(
     "an object that can be called, with a method allocate()",
@@ -210,10 +211,11 @@ class ProgramCollectives:
         """
         require(SWITCH, "set_separate_reduce_scatter_group", enable=enable)
         separate: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for state in _states(self, recurse):
-            for plan in () if state.unit is None else state.unit.plans:
+        for state in states_for(self, recurse):
+            unit: Any = state.unit
+            for plan in () if unit is None else unit.plans:
                 number = min(plan.indices or [0])
-                shared = state.unit.layout.params[number].mesh_groups.shard
+                shared = unit.layout.params[number].mesh_groups.shard
                 used = plan.mesh.shard
                 if shared is None or used is None:
                     continue
@@ -227,16 +229,6 @@ class ProgramCollectives:
                 plan.mesh = replace(plan.mesh, shard=chosen)
                 if used.sender is not None:
                     _send_gradients(plan, used.sender.communication)
-
-
-def _states(module: Any, recurse: bool) -> list[Any]:
-    if not recurse:
-        return [module._get_fsdp_state()]
-    return [
-        inner._get_fsdp_state()
-        for inner in module.modules()
-        if isinstance(inner, ProgramCollectives)
-    ]
 
 
 def _units_for(module: Any, call: str, comm: Any) -> list[Unit[PerParameterLayout]]:

@@ -66,6 +66,15 @@ def states_in(module: nn.Module) -> list[tuple[str, FSDPState]]:
     return [(", ".join(found), state) for state, found in names.items()]
 
 
+def states_for(module: Any, recurse: bool) -> list[FSDPState]:
+    """The state of a module of ``fully_shard``; with ``recurse``, also those of the modules inside it."""
+    return (
+        [state for _, state in states_in(module)]
+        if recurse
+        else [module._get_fsdp_state()]
+    )
+
+
 # The base class is a case, see ``minifsdp/cases``.
 class FSDPState(TorchAttributes):
     """The state of one ``fully_shard`` call.

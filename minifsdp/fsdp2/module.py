@@ -46,7 +46,7 @@ from minifsdp.engine.messages import message, warn
 from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.root import RootState
 from minifsdp.engine.unit import State, Unit
-from minifsdp.fsdp2.fsdp_state import ATTRIBUTE, FSDPState, state_of, states_in
+from minifsdp.fsdp2.fsdp_state import ATTRIBUTE, FSDPState, state_of, states_for
 
 
 class UnshardHandle:
@@ -224,7 +224,7 @@ class FSDPModule(
             "set_reshard_after_forward",
             reshard_after_forward=reshard_after_forward,
         )
-        for state in _states(self, recurse):
+        for state in states_for(self, recurse):
             state.reshard_after_forward = reshard_after_forward
         for unit in _units(self, recurse):
             # Release the larger shards of this iteration. No other code would release them.
@@ -332,16 +332,10 @@ def sharded_class(original: type[Any]) -> type[Any]:
     return type(f"FSDP{original.__name__}", (FSDPModule, original, *others), {})
 
 
-def _states(module: Any, recurse: bool) -> list[FSDPState]:
-    return (
-        [state for _, state in states_in(module)]
-        if recurse
-        else [module._get_fsdp_state()]
-    )
-
-
 def _units(module: Any, recurse: bool) -> list[Unit]:
-    return [state.unit for state in _states(module, recurse) if state.unit is not None]
+    return [
+        state.unit for state in states_for(module, recurse) if state.unit is not None
+    ]
 
 
 def _plans(module: Any, recurse: bool) -> list[ReducePlan]:
