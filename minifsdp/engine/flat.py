@@ -74,7 +74,7 @@ class FlatLayout(Layout):
         specs, local_shapes: for each parameter, its spec if it is a DTensor, and its shape in the flat tensor.
         shard_range: the elements of the flat tensor that this rank stores.
         is_copied: whether the unsharded tensor is a cast or moved copy of a shard that has all elements.
-        is_stored, is_recorded_stored: whether to compute in the stored dtype, now and in the last recorded forward.
+        is_stored: whether to compute in the stored dtype.
     """
 
     @lifetime.outside_inference_mode
@@ -129,7 +129,7 @@ class FlatLayout(Layout):
         # By dtype: the compute dtype, and the stored dtype if a module was evaluated in full precision.
         self._variants: dict[torch.dtype, UnshardedTensor] = {}
         self.use_stored_dtype(False)
-        self.is_recorded_stored = self._is_shared = self._is_written = False
+        self._is_shared = self._is_written = False
         self._on_gradient: Callable[[], None] | None = None
         self._before_concat: Callable[..., None] | None = None
         self._last_all_gather: object = None
@@ -276,7 +276,6 @@ class FlatLayout(Layout):
         views = self.views_of(leaf)
         if torch.is_grad_enabled():
             self._recorded = views
-            self.is_recorded_stored = self.is_stored
             if any(map(_HOOKS, self.registered.sharded_params)):
                 self._call_hooks_for(views)
             notify = self._before_concat

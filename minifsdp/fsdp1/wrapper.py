@@ -307,6 +307,10 @@ class Wrapper(nn.Module):
             if unit is not None:
                 root_state.iteration.pre_forward(unit)
             output = self._modules[WRAPPED](*args, **kwargs)  # type: ignore[misc]
+            if self._full_precision_in_eval:
+                full_precision_evaluation.restore_in_backward(
+                    Wrapper.fsdp_modules(self), output, (args, kwargs)
+                )
             if unit is not None:
                 output = leave_forward(
                     unit, root_state.iteration, (args, kwargs), output
@@ -325,11 +329,6 @@ class Wrapper(nn.Module):
                     message("changed-in-flat", unit=unit.name)
                 ) from error
             raise
-        is_evaluation = is_outermost_call and not torch.is_grad_enabled()
-        if is_evaluation and self._full_precision_in_eval:
-            full_precision_evaluation.choose_precision(
-                Wrapper.fsdp_modules(self), for_backward=True
-            )
         return output
 
     def _prepare_inputs(

@@ -128,16 +128,19 @@ def test_training_mode_of_the_wrapped_module_determines_the_precision(strategy: 
         assert model(batch()).dtype is torch.float32
 
 
+@pytest.mark.parametrize("with_graph", [False, True])
 @every_strategy
 @ranks(2)
-def test_an_evaluation_between_a_forward_and_its_backward_changes_neither(strategy: ShardingStrategy) -> None:
+def test_an_evaluation_between_a_forward_and_its_backward_changes_neither(
+    strategy: ShardingStrategy, with_graph: bool
+) -> None:
     gradients = []
     for is_disturbed in (True, False):
-        plain, model = plain_and_sharded(strategy, {"param_dtype": BF16, "reduce_dtype": BF16})
+        plain, model = plain_and_sharded(strategy)
         loss = model(batch()).float().sum()
         if is_disturbed:
             model.eval()
-            with torch.no_grad():
+            with torch.set_grad_enabled(with_graph):
                 assert is_exact(model, plain)
             model.train()
         loss.backward()
