@@ -1,9 +1,8 @@
 """The engine's cost in Python calls, calls into C and operators, counted in a separate process and printed as JSON.
 
 A fake process group sends no data, so one process is enough and never waits. The fake group must be the default group,
-so the program needs its own process. With 48 tiny units, the work per iteration is small compared to the work per unit.
-The program subtracts the cost of the plain model. It counts calls and measures no times, so its results are the same on
-every machine.
+so the program needs its own process. The cost of a unit is the difference between a model of 12 units and one of 4,
+minus the same difference of plain models. The program measures no times, so its results are the same on every machine.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import json
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -24,24 +23,27 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-NUM_UNITS = 48
+SIZES = (12, 4)
+
+Action = Callable[[], None]
+Count = Callable[[Action], float]
 
 
-def build() -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(NUM_UNITS)))
+def build(num_units: int) -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(num_units)))
 
 
-def sharded(library: Any, strategy: str, **options: Any) -> nn.Module:
-    model = build()
+def sharded(library: Any, num_units: int, strategy: str, **options: Any) -> nn.Module:
+    model = build(num_units)
     options["sharding_strategy"] = library.ShardingStrategy[strategy]
-    for index in range(NUM_UNITS):
+    for index in range(num_units):
         model[index] = library.FullyShardedDataParallel(model[index], **options)
     made: nn.Module = library.FullyShardedDataParallel(model, **options)
     return made
 
 
-def fully_sharded(library: Any, *, keeps: bool) -> nn.Module:
-    model = build()
+def fully_sharded(library: Any, num_units: int, *, keeps: bool) -> nn.Module:
+    model = build(num_units)
     mesh = init_device_mesh("cpu", (2,))
     for layer in model:
         library.fully_shard(layer, mesh=mesh, reshard_after_forward=not keeps)
@@ -49,20 +51,19 @@ def fully_sharded(library: Any, *, keeps: bool) -> nn.Module:
     return made
 
 
-def step(model: nn.Module, x: torch.Tensor) -> None:
-    model(x).sum().backward()
+def step(model: nn.Module) -> None:
+    model(torch.ones(4, 8)).sum().backward()
 
 
-def warmed_up(model: nn.Module) -> Callable[[], None]:
-    """Returns a function that runs one more step of a model after three steps."""
-    x = torch.randn(4, 8)
+def warmed_up(model: nn.Module) -> nn.Module:
+    """Returns the model after three steps."""
     for _ in range(3):
-        step(model, x)
+        step(model)
         model.zero_grad()
-    return lambda: step(model, x)
+    return model
 
 
-def calls_by_file(action: Callable[[], None], counts: str = "call") -> Counter[str]:
+def calls_by_file(action: Action, counts: str = "call") -> Counter[str]:
     """Calls of Python functions while ``action`` runs, by the file that defines the function.
 
     Args:
@@ -77,6 +78,8 @@ def calls_by_file(action: Callable[[], None], counts: str = "call") -> Counter[s
 
     # The garbage collector calls the finalizers of earlier models.
     gc.collect()
+    # Imported objects stay alive. Without this line, each collection takes 100 ms.
+    gc.freeze()
     gc.disable()
     sys.setprofile(notice)
     try:
@@ -99,32 +102,38 @@ class Operators(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def operators(action: Callable[[], None]) -> int:
+def operators(action: Action) -> int:
     with Operators() as counted:
         action()
     return counted.num
 
 
-def per_unit(model: nn.Module, count: Callable[[Callable[[], None]], int]) -> float:
-    return (count(warmed_up(model)) - count(warmed_up(build()))) / NUM_UNITS
+def per_unit(models: Iterable[nn.Module], count: Count) -> float:
+    """The difference of the counts of a step in a model of each of `SIZES`, for one unit."""
+    counts = []
+    for model in models:
+        counts.append(count(functools.partial(step, model)))
+        model.zero_grad()
+    return (counts[0] - counts[1]) / (SIZES[0] - SIZES[1])
 
 
-def costs(model: nn.Module) -> dict[str, float]:
+def costs(models: list[nn.Module], plain: list[nn.Module]) -> dict[str, float]:
     """The cost that a unit adds to a step of the plain model."""
-    return {
-        "calls": per_unit(model, lambda action: calls_by_file(action).total()),
-        "calls into C": per_unit(model, lambda action: calls_by_file(action, "c_call").total()),
-        "operators": per_unit(model, operators),
+    counts: dict[str, Count] = {
+        "calls": lambda action: calls_by_file(action).total(),
+        "calls into C": lambda action: calls_by_file(action, "c_call").total(),
+        "operators": operators,
     }
+    return {name: per_unit(models, count) - per_unit(plain, count) for name, count in counts.items()}
 
 
-def of_the_ledger(action: Callable[[], None], counts: str) -> float:
-    """Calls per unit of the collective log and of the check that all ranks issue the same collectives."""
+def of_the_ledger(action: Action, counts: str) -> int:
+    """Calls of the collective log and of the check that all ranks issue the same collectives."""
     from minifsdp.checks import collective_log, rank_checks
     from minifsdp.engine import messages
 
     counted = calls_by_file(action, counts)
-    return sum(counted[module.__file__] for module in (collective_log, messages, rank_checks)) / NUM_UNITS
+    return sum(counted[module.__file__] for module in (collective_log, messages, rank_checks))
 
 
 def main() -> None:
@@ -137,26 +146,33 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
-    makers: dict[str, Callable[[Any], nn.Module]] = {
-        "fully_shard frees": lambda library: fully_sharded(library, keeps=False),
-        "fully_shard keeps": lambda library: fully_sharded(library, keeps=True),
+    makers: dict[str, Callable[..., nn.Module]] = {
+        "fully_shard frees": functools.partial(fully_sharded, keeps=False),
+        "fully_shard keeps": functools.partial(fully_sharded, keeps=True),
     }
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
         for kind in ("flat", "original"):
             makers[f"{strategy} {kind}"] = functools.partial(
                 sharded, strategy=strategy, use_orig_params=kind == "original", device_id=torch.device("cpu")
             )
+
+    def of_the_trace(action: Action) -> int:
+        return calls_by_file(action)[trace.__file__]
+
+    plain = [warmed_up(build(size)) for size in SIZES]
     answer: dict[str, Any] = {"costs": {}, "trace": {}, "ledger": {}}
     for key, make in makers.items():
-        model = make(minifsdp)
-        action = warmed_up(model)
-        answer["trace"][key] = calls_by_file(action)[trace.__file__]
-        answer["ledger"][key] = {counts: of_the_ledger(action, counts) for counts in ("call", "c_call")}
-        answer["costs"][f"minifsdp {key}"] = costs(model)
-        answer["costs"][f"torch {key}"] = costs(make(torch_fsdp))
+        models = [warmed_up(make(minifsdp, size)) for size in SIZES]
+        answer["trace"][key] = per_unit(models, of_the_trace)
+        answer["ledger"][key] = {
+            counts: per_unit(models, functools.partial(of_the_ledger, counts=counts)) for counts in ("call", "c_call")
+        }
+        answer["costs"][f"minifsdp {key}"] = costs(models, plain)
+        of_torch = [warmed_up(make(torch_fsdp, size)) for size in SIZES]
+        answer["costs"][f"torch {key}"] = costs(of_torch, plain)
     with trace.record():
-        action = warmed_up(sharded(minifsdp, "FULL_SHARD"))
-        answer["trace"]["recording"] = calls_by_file(action)[trace.__file__]
+        models = [warmed_up(sharded(minifsdp, size, "FULL_SHARD")) for size in SIZES]
+        answer["trace"]["recording"] = per_unit(models, of_the_trace)
     print(json.dumps(answer))
 
 

@@ -63,8 +63,7 @@ OPERATORS = {
 @pytest.mark.parametrize("key", KEYS)
 def test_a_unit_adds_only_the_operators_that_it_needs(key: str) -> None:
     added = counted()["costs"][f"minifsdp {key}"]["operators"]
-    # The operators of the root are less than half an operator for each of 48 units.
-    assert round(added) == sum(OPERATORS[key].values())
+    assert added == sum(OPERATORS[key].values())
 
 
 # Measured with torch 2.13, calls of a unit in a step here and in torch: 100 and 734 with FULL_SHARD, 138 and 783 with
@@ -81,9 +80,9 @@ def test_torch_needs_several_times_as_many_calls_and_operators(key: str) -> None
 @pytest.mark.spec("LEDGER-01")
 @pytest.mark.parametrize("key", KEYS)
 def test_collective_log_adds_few_calls(key: str) -> None:
-    # Measured: 3.3 where units are freed after forward, 2.3 where they are kept, 1.3 where they are not sharded.
+    # 3 where units are freed after forward, 2 where they are kept, 1 where they are not sharded.
     calls = counted()["ledger"][key]
-    assert 1 < calls["call"] <= 4
+    assert 1 <= calls["call"] <= 3
     # The hash, the list of the last entries, and the identity and the sequence of the unit. For a collective of a unit,
     # the log does not search the frames of the program, which takes several calls for each frame.
     assert calls["c_call"] <= 6 * calls["call"]
@@ -96,4 +95,4 @@ def test_with_tracing_off_no_function_of_the_trace_is_called(key: str) -> None:
 
 def test_recording_calls_the_functions_of_the_trace() -> None:
     # Two compute spans, two all-gathers and one reduction have a begin and an end each; two frees have only a begin.
-    assert counted()["trace"]["recording"] >= 12 * 48
+    assert counted()["trace"]["recording"] >= 12
