@@ -31,6 +31,9 @@ ACCOUNTING = pytest.StashKey[Accounting]()
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# The number of rows up to which the arguments of a ``parametrize`` are one value.
+MOST_TOGETHER = 12
+
 # Folders whose tests start processes that would compute on the CPU.
 STARTS_PROGRAMS = (
     "spec_tests/learn",
@@ -204,9 +207,13 @@ def each_choice(variants: list[pytest.Item]) -> list[pytest.Item]:
 
 
 def parameter_values(item: pytest.Item) -> set[tuple[str, str]]:
-    """The values of a variant: for each ``parametrize`` and parametrized fixture, its arguments and their values."""
+    """The values of a variant: for each ``parametrize`` and parametrized fixture, its arguments and their values.
+
+    A ``parametrize`` with more than `MOST_TOGETHER` rows is a table of combinations, so each of its arguments counts.
+    """
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    together = [names_of(mark) for mark in item.iter_markers("parametrize")]
+    marks = [mark for mark in item.iter_markers("parametrize") if len(mark.args[1]) <= MOST_TOGETHER]
+    together = [names_of(mark) for mark in marks]
     of_fixtures = [[name] for name in parameters if not any(name in names for names in together)]
     return {(str(names), repr([parameters.get(name) for name in names])) for names in [*together, *of_fixtures]}
 
