@@ -12,12 +12,14 @@ takes this parameter.
 
 from minifsdp.cases.module_lists import StateOfList
 from minifsdp.cases.own_meshes import own_mesh
+from minifsdp.cases.parameter_dtypes import ParameterDtypes
 from minifsdp.cases.tensor_extensions import TensorExtensions
 
 # Classes that store parameters in buckets of their own, see note 6 of ``engine/bucket.py``. Their argument is the
 # mixed-precision policy.
 BUCKETS = [
     TensorExtensions,
+    ParameterDtypes,
 ]
 # Classes of states. The first one that takes the modules replaces `FSDPState`, see ``fsdp2/fsdp_state.py``.
 STATES = [

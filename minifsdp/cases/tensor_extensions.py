@@ -89,6 +89,10 @@ class TensorExtensions:
             )
         return bool(has)
 
+    def place(self, param: ShardedParam) -> object:
+        """Each parameter has a bucket of its own."""
+        return param
+
     def create(
         self,
         params: list[ShardedParam],

@@ -73,9 +73,6 @@ def check_options(
         check_number(reshard_after_forward, size)
     if dp_mesh_dims is not None:
         raise NotImplementedError(message("dp-mesh-dims"))
-    # Policies of torch before 2.15 do not have this field.
-    if getattr(mp_policy, "param_dtype_override_fn", None) is not None:
-        raise NotImplementedError(message("dtype-override"))
 
 
 def check_modules(

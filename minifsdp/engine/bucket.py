@@ -32,9 +32,10 @@ case assigns the parameters to buckets again. A bucket whose parameters and kind
 memory and its leaves.
 
 6. *Extension point.* A case can store a parameter in a bucket of its own class, with the methods and attributes of
-   `Bucket`. `Options.cases` contains objects with two methods. ``takes(param, local_shard)`` returns whether the case
-   stores this parameter. ``create(params, local_shards, options)`` returns its bucket, which has only this parameter.
-   If ``copy_out`` creates a leaf, it calls `ShardedParam.use_leaf`. See ``minifsdp/cases/tensor_extensions.py``.
+   `Bucket`. `Options.cases` contains objects with three methods. ``takes(param, local_shard)`` returns whether the case
+   stores this parameter. Parameters for which ``place(param)`` returns equal objects are in one bucket, which
+   ``create(params, local_shards, options)`` returns. If ``copy_out`` creates a leaf, it calls `ShardedParam.use_leaf`.
+   See ``minifsdp/cases/tensor_extensions.py`` and ``minifsdp/cases/parameter_dtypes.py``.
 
 *In torch:* each parameter has its own memory on both sides, with a copy-in and a copy-out for each all-gather.
 
@@ -327,15 +328,18 @@ def assign_to_buckets(
     # One group for each dtype, device and mesh. Some parameters of a unit are on the meta device until they get values.
     groups: dict[Any, dict[ShardedParam, torch.Tensor]] = {}
     for param, local_shard in zip(params, local_shards, strict=True):
-        # 6. A parameter that a case takes is alone in its bucket.
-        create: Any = next(
-            (case.create for case in options.cases if case.takes(param, local_shard)),
-            Bucket,
+        # 6. A case creates the buckets of the parameters that it takes.
+        create, place = next(
+            (
+                (case.create, case.place(param))
+                for case in options.cases
+                if case.takes(param, local_shard)
+            ),
+            (Bucket, None),
         )
-        alone = None if create is Bucket else param
         kind = (
             create,
-            alone,
+            place,
             local_shard.dtype,
             options.storage_device(local_shard),
             param.mesh_groups,

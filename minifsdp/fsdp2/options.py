@@ -2,7 +2,7 @@
 
 *In torch:* ``_fsdp_api.py``, with the same names and fields.
 
-Spec: FS2-01, FS2-MP-01, FS2-MP-07, FS2-OFF-01, NEW-17.
+Spec: FS2-01, FS2-MP-01, FS2-MP-07, FS2-OFF-01, NEW-17, NEW-30.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,8 @@ class MixedPrecisionPolicy:
         reduce_dtype: dtype for gradient reduction and for accumulation before it; ``None`` means ``param_dtype``.
         output_dtype: dtype to cast the floating-point outputs of forward to.
         cast_forward_inputs: whether floating-point inputs are cast to ``param_dtype``.
-        param_dtype_override_fn: not supported; must be ``None`` (NEW-18).
+        param_dtype_override_fn: called once with each parameter; returns its dtype to keep it, or ``None`` for
+            ``param_dtype``. It must return the same on every rank.
     """
 
     param_dtype: torch.dtype | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -83,27 +82,6 @@ def test_every_public_function_of_torch_s_wrapper_is_one_of_ours() -> None:
 # --- functions and options of torch that minifsdp does not offer ---
 
 
-def shard_with_override(model: nn.Module, dtype: torch.dtype | None, library: Any = minifsdp) -> Any:
-    """Uses a policy that keeps some parameters in another dtype. In torch since 2.15."""
-    policy = library.MixedPrecisionPolicy(torch.bfloat16, param_dtype_override_fn=lambda parameter: dtype)
-    return minifsdp.fully_shard(model, mp_policy=policy)
-
-
-NOT_OFFERED: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "policy": ("param_dtype_override_fn", lambda model: shard_with_override(model, None)),
-    "policy of one dtype": ("param_dtype_override_fn", lambda model: shard_with_override(model, torch.float32)),
-}
-
-
-@pytest.mark.spec("NEW-18")
-@pytest.mark.parametrize("case", NOT_OFFERED)
-@ranks(2)
-def test_a_function_of_torch_that_is_not_offered_is_an_error_that_names_it(case: str) -> None:
-    words, call = NOT_OFFERED[case]
-    with pytest.raises(NotImplementedError, match=words):
-        call(seeded())
-
-
 @pytest.mark.spec("NEW-18")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
 @pytest.mark.parametrize("is_sharded", [False, True])
@@ -116,14 +94,6 @@ def test_a_gradient_of_another_dtype_is_refused_before_or_after_sharding(is_shar
     layer.weight.grad_dtype = dtype
     with pytest.raises(NotImplementedError, match=rf"'weight'.* grad_dtype={dtype}"):
         minifsdp.fully_shard(layer) if not is_sharded else layer(torch.ones(1, 4, device=device()))
-
-
-@pytest.mark.needs("torch>=2.15")
-@pytest.mark.spec("NEW-18")
-@ranks(2)
-def test_an_override_in_torch_s_own_policy_is_not_ignored() -> None:
-    with pytest.raises(NotImplementedError, match="param_dtype_override_fn"):
-        shard_with_override(seeded(), torch.float32, library=torch_fsdp)
 
 
 @pytest.mark.spec("NEW-18")
