@@ -20,12 +20,15 @@ from spec_tests.models.apis import FULLY_SHARD, Api, all_apis, wrapper_apis
 from spec_tests.modes.test_calls_in_modes import MODES, Net, Run, assert_equal
 
 pytestmark = pytest.mark.cpu
+# One of each kind; the other module tests all modes.
+SOME_MODES = ("inference_mode", "default dtype bfloat16", "default device meta", "deterministic", "dispatch mode")
+some_modes = pytest.mark.parametrize("mode", SOME_MODES)
 
 
 @pytest.mark.spec("PAR-10")
 @wrapper_apis
 @pytest.mark.parametrize("steps", [0, 1])
-@pytest.mark.parametrize("mode", MODES)
+@some_modes
 @ranks(2)
 def test_full_values_on_the_first_rank_in_a_mode(api: Api, mode: str, steps: int) -> None:
     run, plain = (Run(one, MODES[mode], steps) for one in (api, None))
@@ -42,7 +45,7 @@ def test_full_values_on_the_first_rank_in_a_mode(api: Api, mode: str, steps: int
 @pytest.mark.spec("PAR-10")
 @wrapper_apis
 @pytest.mark.parametrize("form", ["FULL", "SHARDED"])
-@pytest.mark.parametrize("mode", MODES)
+@some_modes
 @ranks(2)
 def test_optimizer_states_in_a_mode(api: Api, form: str, mode: str) -> None:
     run, plain = (Run(one, MODES[mode], steps=1) for one in (api, None))
@@ -57,7 +60,7 @@ def test_optimizer_states_in_a_mode(api: Api, form: str, mode: str) -> None:
 
 @pytest.mark.spec("PAR-10")
 @wrapper_apis
-@pytest.mark.parametrize("mode", MODES)
+@some_modes
 @ranks(2)
 def test_broadcast_of_initial_values_in_a_mode(api: Api, mode: str) -> None:
     run, model = Run(api, MODES[mode]), Net()
@@ -70,7 +73,7 @@ def test_broadcast_of_initial_values_in_a_mode(api: Api, mode: str) -> None:
 
 @pytest.mark.spec("PAR-10")
 @all_apis
-@pytest.mark.parametrize("mode", MODES)
+@some_modes
 @ranks(2)
 def test_checks_and_records_in_a_mode(api: Api, mode: str) -> None:
     with debug():
@@ -84,7 +87,7 @@ def test_checks_and_records_in_a_mode(api: Api, mode: str) -> None:
 
 
 @pytest.mark.spec("PAR-10")
-@pytest.mark.parametrize("mode", MODES)
+@some_modes
 @ranks(2)
 def test_batches_and_tokens_in_a_mode(mode: str) -> None:
     with MODES[mode]():
