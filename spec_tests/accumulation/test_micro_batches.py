@@ -23,7 +23,6 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZB
 from spec_tests.harness import device, ranks
 from spec_tests.models import apis, running
 from spec_tests.models.modules import seeded
-from spec_tests.models.sharding import sharded
 from spec_tests.oracles import count_collectives
 from spec_tests.subject import FSDPModule, fully_shard, trace
 
@@ -54,7 +53,9 @@ def test_units_whose_backward_has_ended_are_not_prefetched_in_the_next_one(order
 def test_parameters_stay_unsharded_and_are_reduced_once(
     blocks: tuple[int, ...], has_last_backward: bool, counts: tuple[int, int]
 ) -> None:
-    plain, model = seeded(), sharded(blocks=blocks, reshard_after_forward=False)
+    plain, model = seeded(), seeded()
+    for module in (*(model.blocks[index] for index in blocks), model):
+        fully_shard(module, reshard_after_forward=False)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, plain)]
     for _ in range(2):
         for module in model.modules():

@@ -8,18 +8,15 @@ on two ranks the results must be bitwise equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from spec_tests.harness import device, ranks
-from spec_tests.models import apis, running, sharding, values
+from spec_tests.models import apis, running, values
 from spec_tests.models.modules import seeded
-from spec_tests.subject import MixedPrecisionPolicy, fully_shard, trace
+from spec_tests.subject import MixedPrecisionPolicy, ShardingStrategy, fully_shard, trace
 
 # --- set_requires_gradient_sync ---
 
@@ -86,12 +83,12 @@ SETTERS = [
 
 @pytest.mark.spec("NEW-08", "FS2-SYNC-01")
 @pytest.mark.parametrize("setters", SETTERS)
-@pytest.mark.parametrize("mesh", [sharding.grid_mesh, sharding.column_mesh])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD])
 @ranks(4)
 def test_the_last_of_several_backwards_all_reduces_the_sum(
-    mesh: Callable[[], DeviceMesh], setters: list[dict[str, bool]]
+    strategy: ShardingStrategy, setters: list[dict[str, bool]]
 ) -> None:
-    model = apis.FULLY_SHARD.shard(mesh=mesh())
+    model = apis.FULLY_SHARD.shard(strategy=strategy)
     for _ in range(2):
         for step, calls in enumerate(setters):
             for name, value in calls.items():
@@ -108,7 +105,7 @@ def test_the_last_of_several_backwards_all_reduces_the_sum(
 @pytest.mark.spec("NEW-08")
 @ranks(4)
 def test_all_reduce_can_be_delayed_for_one_module() -> None:
-    model = apis.FULLY_SHARD.shard(mesh=sharding.grid_mesh())
+    model = apis.FULLY_SHARD.shard(strategy=ShardingStrategy.HYBRID_SHARD)
     model.set_requires_all_reduce(False, recurse=False)
     with trace.record() as recorder:
         running.iterate(model)
@@ -121,10 +118,10 @@ def test_all_reduce_can_be_delayed_for_one_module() -> None:
 
 
 @pytest.mark.spec("NEW-08")
-@pytest.mark.parametrize("mesh", [sharding.grid_mesh, sharding.column_mesh])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD])
 @ranks(4)
-def test_partial_sums_of_different_parameters_are_refused(mesh: Callable[[], DeviceMesh]) -> None:
-    model = apis.FULLY_SHARD.shard(mesh=mesh())
+def test_partial_sums_of_different_parameters_are_refused(strategy: ShardingStrategy) -> None:
+    model = apis.FULLY_SHARD.shard(strategy=strategy)
     model.set_requires_all_reduce(False)
     running.iterate(model)
     bias = model.blocks[1].linear.bias
@@ -229,7 +226,7 @@ def test_unreduced_gradients_are_converted_with_the_model() -> None:
 )
 @ranks(4)
 def test_zero_grad_drops_gradients_that_are_not_reduced_yet(switch: str, set_to_none: bool, had_reduced: bool) -> None:
-    model = apis.FULLY_SHARD.shard(mesh=sharding.grid_mesh())
+    model = apis.FULLY_SHARD.shard(strategy=ShardingStrategy.HYBRID_SHARD)
     if had_reduced:
         running.iterate(model, 0)
     getattr(model, switch)(False)

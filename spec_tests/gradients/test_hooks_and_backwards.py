@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from spec_tests.harness import device, ranks
+from spec_tests.harness import ranks
 from spec_tests.models import apis, gradients, modules, running, values
-from spec_tests.models.sharding import all_connected
 from spec_tests.subject import ShardingStrategy, fully_shard, trace
 
 some_settings = apis.settings_of(
@@ -151,8 +151,8 @@ def test_unit_of_complex_parameters_trains_like_an_unsharded_one() -> None:
 @pytest.mark.spec("FS2-04", "FS2-16")
 @ranks(4)
 def test_data_parallel_and_tensor_parallel_use_different_mesh_dimensions() -> None:
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "tensor"))
-    all_connected()
+    mesh = init_device_mesh(running.batch().device.type, (2, 2), mesh_dim_names=("data", "tensor"))
+    dist.barrier()
     plain, model = (modules.seeded(lambda: nn.Sequential(modules.MLP(6, 24), modules.MLP(6, 24))) for _ in range(2))
     for layers in model:
         parallelize_module(layers, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
@@ -173,7 +173,7 @@ def test_data_parallel_and_tensor_parallel_use_different_mesh_dimensions() -> No
 @pytest.mark.spec("FS2-04")
 @ranks(4)
 def test_gradients_of_parameters_that_tensor_parallelism_replicates_are_summed() -> None:
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "tensor"))
+    mesh = init_device_mesh(running.batch().device.type, (2, 2), mesh_dim_names=("data", "tensor"))
     plain, model = (modules.seeded(lambda: nn.Sequential(nn.LayerNorm(6))) for _ in range(2))
     # Each rank has a part of the sequence.
     parallelize_module(model, mesh["tensor"], {"0": SequenceParallel(sequence_dim=0, use_local_output=True)})

@@ -203,14 +203,14 @@ def test_call_after_an_exception_in_a_recursive_call_is_an_outer_call(error: typ
     """Defect: after Ctrl-C, for which PyTorch runs no forward hook, the next call continues the interrupted one."""
 
     def fail(*_: Any) -> None:
-        raise error
+        raise error("in the block")
 
     model, plain = seeded(Descends), seeded(Descends)
     fully_shard(model.block)
     fully_shard(model)
     register_fsdp_forward_method(model, "generate")
     hook = model.block.register_forward_pre_hook(fail)
-    with pytest.raises(error):
+    with pytest.raises(error, match="in the block"):
         model(batch()) if method == "forward" else model.generate(batch())
     hook.remove()
     assert_mean_gradients(model, plain, bitwise=False)

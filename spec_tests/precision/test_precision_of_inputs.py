@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.harness import device, ranks
+from spec_tests.harness import ranks
 from spec_tests.models import apis, probes
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch
@@ -47,7 +47,7 @@ ROOTS: list[tuple[Any, dict[str, Any], bool]] = [
 def test_root_casts_its_inputs_by_default_and_with_the_option(
     api: Any, precision: dict[str, Any], is_cast: bool
 ) -> None:
-    probe = probes.Probe().to(device())
+    probe = probes.probes(1)[0]
     model = api.unit(probe, precision=precision)
     args, kwargs = probes.nested_inputs()
     for gradients in (True, False):
@@ -123,7 +123,7 @@ INNER: list[tuple[Any, dict[str, Any], bool]] = [
 @pytest.mark.parametrize(("api", "options", "is_cast"), INNER, ids=apis.name_of)
 @ranks(2)
 def test_inner_unit_casts_inputs_only_with_option(api: Any, options: dict[str, Any], is_cast: bool) -> None:
-    probe = probes.Probe().to(device())
+    probe = probes.probes(1)[0]
     # The root has another precision and casts nothing, so only the inner unit can cast.
     model = api.unit(Calls(api.unit(probe, precision={"param_dtype": BF16, **options})))
     args, kwargs = probes.nested_inputs()
@@ -143,7 +143,7 @@ def test_inner_unit_casts_inputs_only_with_option(api: Any, options: dict[str, A
 @ranks(2)
 def test_only_floating_point_inputs_are_cast(api: Any, is_root: bool) -> None:
     others = [torch.int64, torch.bool, torch.uint8, torch.complex64]
-    probe = probes.Probe().to(device())
+    probe = probes.probes(1)[0]
     model = api.unit(probe, precision={"param_dtype": BF16, "cast_forward_inputs": True})
     args = (probes.ones(), [probes.ones(2).to(dtype) for dtype in others], probes.ones(3))
     kwargs = {

@@ -14,12 +14,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 
-from spec_tests.harness import device, ranks
+from spec_tests import oracles
+from spec_tests.harness import ranks
 from spec_tests.models import MODELS, apis, running
 from spec_tests.models.modules import wide
-from spec_tests.models.sharding import grid_mesh
-from spec_tests.oracles import Recipe, count_collectives, forward_backward, shard_fsdp2
-from spec_tests.subject import fully_shard, trace
+from spec_tests.subject import ShardingStrategy, fully_shard, trace
 
 FORWARD = "AGR AG0 F0 FREE0 AG1 F1 FREE1 AG2 F2 FREE2 AG3 F3 FREE3"
 BACKWARD = "AG3 B3 AG2 FREE3 RS3 B2 AG1 FREE2 RS2 B1 AG0 FREE1 RS1 B0 FREE0 RS0 FREER RSR"
@@ -52,13 +51,13 @@ GRID_BACKWARD = "AG3 B3 AG2 FREE3 RS3 AR3 B2 AG1 FREE2 RS2 AR2 B1 AG0 FREE1 RS1 
 @pytest.mark.spec("FS2-18")
 @ranks(4)
 def test_full_iteration_on_two_by_two_mesh() -> None:
-    model = apis.FULLY_SHARD.shard(mesh=grid_mesh())
+    model = apis.FULLY_SHARD.shard(strategy=ShardingStrategy.HYBRID_SHARD)
     for step in range(2):
         words = running.recorded_iteration(model, step).split()
         reductions = [word for word in words if word.startswith("AR") and word != "AR"]
         assert [word for word in words if word not in reductions] == WHOLE[None].split()
         assert reductions == ["AR3", "AR2", "AR1", "AR0", "ARR"]
-        if device().type == "cuda":
+        if running.batch().device.type == "cuda":
             assert " ".join(words) == f"{FORWARD} keepR | {GRID_BACKWARD}"
         for word in reductions:
             assert words.index(word) > words.index(word.replace("AR", "RS"))
@@ -122,11 +121,11 @@ COUNTS = {
 
 def usual_step(library: Any, name: str, **options: Any) -> tuple[int, int]:
     """All-gathers and reduce-scatters of a step, measured after steps in which every unit was used."""
-    model, recipe = shard_fsdp2(library, MODELS[name], **options), Recipe()
+    model, recipe = oracles.shard_fsdp2(library, MODELS[name], **options), oracles.Recipe()
     for step in (0, 1):
-        forward_backward(model, MODELS[name], recipe, dist.get_rank(), step)
-    with count_collectives() as counts:
-        forward_backward(model, MODELS[name], recipe, dist.get_rank(), 1)
+        oracles.forward_backward(model, MODELS[name], recipe, dist.get_rank(), step)
+    with oracles.count_collectives() as counts:
+        oracles.forward_backward(model, MODELS[name], recipe, dist.get_rank(), 1)
     return counts.gathers_and_reductions
 
 

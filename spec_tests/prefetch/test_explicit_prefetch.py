@@ -15,12 +15,11 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.models import apis, running
 from spec_tests.models.modules import seeded
 from spec_tests.models.values import assert_same
-from spec_tests.subject import trace
+from spec_tests.subject import fully_shard, trace
 
 
 def ahead(model: Any, num: int) -> Any:
@@ -55,11 +54,11 @@ class Order(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def order_of_a_forward(library: Any) -> list[str]:
+def order_of_a_forward(shard: Any) -> list[str]:
     model = nn.Sequential(*(nn.Linear(4, 4, device=device()) for _ in range(3)))
     for layer in model:
-        library.fully_shard(layer)
-    library.fully_shard(model)
+        shard(layer)
+    shard(model)
     model[0].set_modules_to_forward_prefetch([model[1]])
     model[1].set_modules_to_forward_prefetch([model[2]])
     x = torch.ones(2, 4, device=device())
@@ -75,7 +74,7 @@ def order_of_a_forward(library: Any) -> list[str]:
 def test_forward_prefetches_after_its_own_copy_out() -> None:
     """Otherwise the buffer of the prefetched all-gather is allocated before the own buffer is freed."""
     expected = ["all-gather", "copy-out", "all-gather", "copy-out", "all-gather", "copy-out"]
-    assert order_of_a_forward(subject) == order_of_a_forward(torch_fsdp) == expected
+    assert order_of_a_forward(fully_shard) == order_of_a_forward(torch_fsdp.fully_shard) == expected
 
 
 # --- implicit ---

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from spec_tests.harness import device, plain_tensor, ranks
-from spec_tests.models import apis, gradients, running
+from spec_tests.harness import ranks
+from spec_tests.models import apis, gradients, running, values
 from spec_tests.models.modules import seeded
-from spec_tests.models.values import assert_same, mean_gradients, named
 from spec_tests.subject import FSDPModule, MixedPrecisionPolicy, fully_shard, trace
 
 
@@ -28,14 +27,14 @@ def test_fully_shard_of_a_list_returns_fsdp_modules_that_are_unsharded_together(
     assert [type(module).__name__ for module in modules] == ["FSDPLinear", "FSDPLinear"]
     assert all(isinstance(module, FSDPModule) for module in modules)
 
-    def types() -> set[type]:
-        return {type(parameter.data) for module in modules for parameter in module.parameters()}
+    def are_sharded() -> set[bool]:
+        return {isinstance(parameter.data, DTensor) for module in modules for parameter in module.parameters()}
 
-    assert types() == {DTensor}
+    assert are_sharded() == {True}
     model.enter.unshard()
-    assert types() == {plain_tensor()}
+    assert are_sharded() == {False}
     model.leave.reshard()
-    assert types() == {DTensor}
+    assert are_sharded() == {True}
 
 
 def with_ends_together(reshard_after_forward: bool | None) -> Any:
@@ -71,7 +70,7 @@ def test_a_group_over_several_modules_trains_like_each_on_its_own(reshards: bool
     for step in range(2):
         model.zero_grad()
         model(running.batch(step)).square().mean().backward()
-        assert_same(apis.FULLY_SHARD.gradients(model), mean_gradients(seeded(), [step]))
+        values.assert_same(apis.FULLY_SHARD.gradients(model), values.mean_gradients(seeded(), [step]))
 
 
 class KeepsItsResult(nn.Module):
@@ -170,11 +169,11 @@ def test_a_group_from_the_meta_device_is_given_memory_module_by_module() -> None
     with torch.device("meta"):
         plain = Head()
     model = with_head_together(model=plain)
-    model.to_empty(device=device())
-    values = named(seeded(Head))
+    model.to_empty(device=running.batch().device)
+    initial = values.named(seeded(Head))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(distribute_tensor(values[name], parameter.device_mesh, parameter.placements))
+            parameter.copy_(distribute_tensor(initial[name], parameter.device_mesh, parameter.placements))
     gradients.assert_mean_gradients(model, seeded(Head), loss=headed_loss)
 
 
@@ -184,8 +183,8 @@ def test_half_a_group_on_the_meta_device_is_refused_when_it_is_used() -> None:
     with torch.device("meta"):
         plain = Head()
     model = with_head_together(model=plain)
-    model.body.to_empty(device=device())
-    model.norm.to_empty(device=device())
+    model.body.to_empty(device=running.batch().device)
+    model.norm.to_empty(device=running.batch().device)
     # The message uses the parameter's name in the root module.
     outer = fully_shard(nn.Sequential(model))
     with pytest.raises(RuntimeError, match=r"on different devices: .*0\.[\w.]*weight \(meta\)"):
@@ -207,8 +206,8 @@ def test_converted_group_trains_like_torch(has_run: bool) -> None:
     assert loss.dtype == torch.bfloat16
     loss.backward()
     expected.backward()
-    assert_same(apis.FULLY_SHARD.gradients(ours), apis.FULLY_SHARD.gradients(theirs), bitwise=True)
-    assert_same(apis.FULLY_SHARD.values(ours), apis.FULLY_SHARD.values(theirs), bitwise=True)
+    values.assert_same(apis.FULLY_SHARD.gradients(ours), apis.FULLY_SHARD.gradients(theirs), bitwise=True)
+    values.assert_same(apis.FULLY_SHARD.values(ours), apis.FULLY_SHARD.values(theirs), bitwise=True)
 
 
 @pytest.mark.spec("FS2-28", "NEW-04")
@@ -229,7 +228,7 @@ def test_one_module_of_a_group_may_be_converted_alone() -> None:
         optimizer.step()
         optimizer.zero_grad()
         gradients.step_with(found, plain, reference)
-        assert_same(apis.FULLY_SHARD.values(model), named(plain), bitwise=True)
+        values.assert_same(apis.FULLY_SHARD.values(model), values.named(plain), bitwise=True)
 
 
 class TwoBranches(nn.Module):
@@ -249,7 +248,7 @@ class TwoBranches(nn.Module):
 
 
 def with_branches_together() -> tuple[TwoBranches, Any]:
-    plain = TwoBranches().to(device())
+    plain = TwoBranches().to(running.batch().device)
     model = copy.deepcopy(plain)
     fully_shard([model.left, model.right])
     return plain, fully_shard(model)
@@ -279,11 +278,11 @@ def test_a_unit_is_resharded_if_only_some_of_its_modules_are_called(trains: bool
 @pytest.mark.spec("PROG-87", "NEW-04")
 @ranks(2)
 def test_a_failed_call_of_one_module_does_not_affect_a_root_that_is_created_later() -> None:
-    plain = TwoBranches().to(device())
+    plain = TwoBranches().to(running.batch().device)
     model = copy.deepcopy(plain)
     fully_shard([model.left, model.right])
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model.left(torch.ones(4, 7, device=device()))
+        model.left(torch.ones(4, 7, device=running.batch().device))
     fully_shard(model)
     x = running.batch(0, 0, width=8)
     for _ in range(2):
@@ -323,7 +322,7 @@ class Distilled(nn.Module):
 @pytest.mark.spec("NEW-04", "FS2-PREF-02")
 @ranks(2)
 def test_a_unit_is_prefetched_in_backward_if_its_last_module_ran_without_grad_mode() -> None:
-    model = Distilled().to(device())
+    model = Distilled().to(running.batch().device)
     for modules in ([model.student, model.teacher], model.head, model):
         fully_shard(modules)
     output = model(running.batch(0, 0, width=8))
