@@ -230,6 +230,18 @@ def test_forward_uses_cpu_values_changed_by_user(api: Any, strategy: ShardingStr
     model(running.batch()).square().mean().backward()
 
 
+@pytest.mark.spec("MP-12", "OFF-03")
+@wrapper_settings
+@ranks(2)
+def test_offloaded_gradients_keep_the_dtype_of_the_reduction_on_request(api: Any, strategy: Any) -> None:
+    precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16, "keep_low_precision_grads": True}
+    model = api.shard(strategy=strategy, precision=precision, offload=True)
+    for step in range(2):
+        running.iterate(model, step)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert {(gradient.dtype, gradient.device.type) for gradient in gradients} == {(torch.bfloat16, "cpu")}
+
+
 # --- accumulation ---
 
 

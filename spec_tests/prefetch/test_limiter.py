@@ -123,27 +123,17 @@ def test_a_forward_after_an_error_waits_for_no_release_of_the_failed_one() -> No
 # --- without the limit ---
 
 
-@pytest.mark.spec("LIM-03")
+@pytest.mark.spec("LIM-03", "LIM-05")
 @ranks(2)
-def test_without_the_limit_the_cpu_never_waits() -> None:
-    model = apis.WRAPPED.shard(limit_all_gathers=False)
-    with slow_device() as (_, waited_for), trace.record() as recorder:
-        for step in range(2):
-            running.iterate(model, step)
-    assert recorder.count("WAIT") == 0
-    assert waited_for == []
-    assert recorder.count("AG") == 18
-
-
-@pytest.mark.spec("LIM-05")
-@ranks(2)
-def test_limiter_does_not_change_results() -> None:
+def test_without_the_limit_the_cpu_never_waits_and_the_results_are_the_same() -> None:
     results = []
     for limit_all_gathers in (True, False):
         model = apis.WRAPPED.shard(limit_all_gathers=limit_all_gathers)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        with slow_device():
+        with slow_device() as (_, waited_for), trace.record() as recorder:
             for step in range(3):
                 running.iterate(model, step, optimizer)
+        assert (recorder.count("WAIT") > 0) is bool(waited_for) is limit_all_gathers
+        assert recorder.count("AG") == 27
         results.append(apis.WRAPPED.values(model))
     assert_same(*results, bitwise=True)
