@@ -21,9 +21,8 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
 
 from spec_tests.harness import device, ranks
+from spec_tests.models import apis, running
 from spec_tests.models.modules import seeded
-from spec_tests.models.running import batch, iterate, loss_of
-from spec_tests.models.sharding import sharded
 from spec_tests.oracles import count_collectives
 from spec_tests.subject import FSDPModule, fully_shard, trace
 
@@ -34,11 +33,11 @@ from spec_tests.subject import FSDPModule, fully_shard, trace
 @pytest.mark.parametrize("orders", [[(0, 1, 2), (0, 1, 2)], [(0, 1, 2, 2)]], ids=["second iteration", "run twice"])
 @ranks(2)
 def test_units_whose_backward_has_ended_are_not_prefetched_in_the_next_one(orders: list[tuple[int, ...]]) -> None:
-    model = sharded()
+    model = apis.FULLY_SHARD.shard()
     for number, order in enumerate(orders):
         model.set_is_last_backward(number < len(orders) - 1)
-        iterate(model, number, order=order)
-    loss = loss_of(model(batch(2), order=(0, 1)))
+        running.iterate(model, number, order=order)
+    loss = model(running.batch(2), order=(0, 1)).square().mean()
     model.set_is_last_backward(True)
     with trace.record() as recorder:
         loss.backward()
@@ -49,14 +48,14 @@ def test_units_whose_backward_has_ended_are_not_prefetched_in_the_next_one(order
 
 
 @pytest.mark.spec("PROG-86")
-@pytest.mark.parametrize("counts", [(3, 2), (1, 4), (2, 2)])
-@pytest.mark.parametrize("has_last_backward", [False, True])
-@pytest.mark.parametrize("blocks", [(), (0, 2)])
+@pytest.mark.parametrize(("counts", "has_last_backward", "blocks"), [((3, 2), False, ()), ((1, 4), True, (0, 2))])
 @ranks(2)
 def test_parameters_stay_unsharded_and_are_reduced_once(
     blocks: tuple[int, ...], has_last_backward: bool, counts: tuple[int, int]
 ) -> None:
-    plain, model = seeded(), sharded(blocks=blocks, reshard_after_forward=False)
+    plain, model = seeded(), seeded()
+    for module in (*(model.blocks[index] for index in blocks), model):
+        fully_shard(module, reshard_after_forward=False)
     optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (model, plain)]
     for _ in range(2):
         for module in model.modules():
@@ -69,10 +68,10 @@ def test_parameters_stay_unsharded_and_are_reduced_once(
             model.set_reshard_after_backward(is_last)
             if has_last_backward:
                 model.set_is_last_backward(is_last)
-            loss_of(model(batch(number))).backward()
+            model(running.batch(number)).square().mean().backward()
         for rank in range(2):
             for number in range(counts[rank]):
-                (loss_of(plain(batch(number, rank))) / 2).backward()
+                (plain(running.batch(number, rank)).square().mean() / 2).backward()
         for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
         for optimizer in optimizers:

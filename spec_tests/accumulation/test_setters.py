@@ -8,26 +8,15 @@ on two ranks the results must be bitwise equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from spec_tests.harness import device, ranks
+from spec_tests.models import apis, running, values
 from spec_tests.models.modules import seeded
-from spec_tests.models.running import Wire, batch, iterate, loss_of, recorded_iteration
-from spec_tests.models.sharding import column_mesh, grid_mesh, sharded
-from spec_tests.models.values import (
-    accumulated_gradients,
-    assert_same,
-    full_gradients,
-    local_gradients,
-    mean_gradients,
-)
-from spec_tests.subject import MixedPrecisionPolicy, fully_shard, trace
+from spec_tests.subject import MixedPrecisionPolicy, ShardingStrategy, fully_shard, trace
 
 # --- set_requires_gradient_sync ---
 
@@ -36,26 +25,26 @@ from spec_tests.subject import MixedPrecisionPolicy, fully_shard, trace
 @ranks(2)
 def test_kept_gradient_is_reduced_if_the_last_micro_batch_skips_its_unit() -> None:
     """Defect: gradients that a unit keeps unreduced stay there if the last micro-batch does not use the unit."""
-    model, plain = sharded(), seeded()
+    model, plain = apis.FULLY_SHARD.shard(), seeded()
     model.set_requires_gradient_sync(False)
-    iterate(model, 0)
+    running.iterate(model, 0)
     model.set_requires_gradient_sync(True)
     for each in (model, plain):
         each.order = (0, 3)
-    iterate(model, 1)
-    expected = mean_gradients(plain, (1,))
-    for name, gradient in mean_gradients(seeded(), (0,)).items():
+    running.iterate(model, 1)
+    expected = values.mean_gradients(plain, (1,))
+    for name, gradient in values.mean_gradients(seeded(), (0,)).items():
         expected[name] = expected[name] + gradient if name in expected else gradient
-    assert_same(full_gradients(model), expected, bitwise=False)
+    values.assert_same(apis.FULLY_SHARD.gradients(model), expected, bitwise=False)
 
 
 @pytest.mark.spec("FS2-SYNC-01")
 @ranks(2)
 def test_gradient_sync_setting_is_recursive_by_default() -> None:
-    model = sharded()
+    model = apis.FULLY_SHARD.shard()
     model.set_requires_gradient_sync(False, recurse=False)
     with trace.record() as recorder:
-        iterate(model)
+        running.iterate(model)
     assert recorder.order("RS") == [f"RS blocks.{index}" for index in (3, 2, 1, 0)]
     assert {name for name, p in model.named_parameters() if p.grad is None} == {
         name for name, _ in model.named_parameters() if not name.startswith("blocks.")
@@ -63,7 +52,7 @@ def test_gradient_sync_setting_is_recursive_by_default() -> None:
     model.set_requires_gradient_sync(False)
     model.blocks[2].set_requires_gradient_sync(True)
     with trace.record() as recorder:
-        iterate(model, 1)
+        running.iterate(model, 1)
     assert recorder.order("RS") == ["RS blocks.2"]
 
 
@@ -94,65 +83,65 @@ SETTERS = [
 
 @pytest.mark.spec("NEW-08", "FS2-SYNC-01")
 @pytest.mark.parametrize("setters", SETTERS)
-@pytest.mark.parametrize("mesh", [grid_mesh, column_mesh])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD])
 @ranks(4)
 def test_the_last_of_several_backwards_all_reduces_the_sum(
-    mesh: Callable[[], DeviceMesh], setters: list[dict[str, bool]]
+    strategy: ShardingStrategy, setters: list[dict[str, bool]]
 ) -> None:
-    model = sharded(mesh=mesh())
+    model = apis.FULLY_SHARD.shard(strategy=strategy)
     for _ in range(2):
         for step, calls in enumerate(setters):
             for name, value in calls.items():
                 getattr(model, f"set_requires_{name}")(value)
-            with Wire() as wire:
-                iterate(model, step)
+            with running.Wire() as wire:
+                running.iterate(model, step)
             is_last = step == len(setters) - 1
             assert len(wire.calls("AR")) == 5 * is_last
-            assert (full_gradients(model) == {}) is not is_last
-        assert_same(full_gradients(model), mean_gradients(seeded(), range(len(setters))))
+            assert (apis.FULLY_SHARD.gradients(model) == {}) is not is_last
+        values.assert_same(apis.FULLY_SHARD.gradients(model), values.mean_gradients(seeded(), range(len(setters))))
         model.zero_grad()
 
 
 @pytest.mark.spec("NEW-08")
 @ranks(4)
 def test_all_reduce_can_be_delayed_for_one_module() -> None:
-    model = sharded(mesh=grid_mesh())
+    model = apis.FULLY_SHARD.shard(strategy=ShardingStrategy.HYBRID_SHARD)
     model.set_requires_all_reduce(False, recurse=False)
     with trace.record() as recorder:
-        iterate(model)
+        running.iterate(model)
     assert sorted(recorder.order("AR")) == [f"AR blocks.{index}" for index in range(4)]
     model.set_requires_all_reduce(False)
     model.blocks[1].set_requires_all_reduce(True)
     with trace.record() as recorder:
-        iterate(model)
+        running.iterate(model)
     assert recorder.order("AR") == ["AR blocks.1"]
 
 
 @pytest.mark.spec("NEW-08")
-@pytest.mark.parametrize("mesh", [grid_mesh, column_mesh])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD])
 @ranks(4)
-def test_partial_sums_of_different_parameters_are_refused(mesh: Callable[[], DeviceMesh]) -> None:
-    model = sharded(mesh=mesh())
+def test_partial_sums_of_different_parameters_are_refused(strategy: ShardingStrategy) -> None:
+    model = apis.FULLY_SHARD.shard(strategy=strategy)
     model.set_requires_all_reduce(False)
-    iterate(model)
+    running.iterate(model)
     bias = model.blocks[1].linear.bias
     bias.requires_grad_(False)
     with pytest.raises(RuntimeError, match=r"'blocks.1' has a partial gradient of 2 parameters .* new one of 1"):
-        iterate(model)
+        running.iterate(model)
     model.reset_iter_state()
     bias.requires_grad_(True)
     model.set_requires_all_reduce(True)
-    iterate(model)
-    assert_same(full_gradients(model), mean_gradients(seeded()))
+    running.iterate(model)
+    values.assert_same(apis.FULLY_SHARD.gradients(model), values.mean_gradients(seeded()))
 
 
 @pytest.mark.spec("NEW-08")
 @ranks(2)
 def test_set_requires_all_reduce_has_no_effect_on_a_one_dimensional_mesh() -> None:
-    model = sharded()
+    model = apis.FULLY_SHARD.shard()
     model.set_requires_all_reduce(False)
-    iterate(model)
-    assert_same(full_gradients(model), mean_gradients(seeded()))
+    running.iterate(model)
+    values.assert_same(apis.FULLY_SHARD.gradients(model), values.mean_gradients(seeded()))
 
 
 # --- set_is_last_backward ---
@@ -161,15 +150,16 @@ def test_set_requires_all_reduce_has_no_effect_on_a_one_dimensional_mesh() -> No
 @pytest.mark.spec("NEW-07")
 @ranks(2)
 def test_several_backwards_of_one_iteration_give_the_sum_on_cpus_after_each_of_them() -> None:
-    model = sharded()
-    losses = [loss_of(model(batch(step))) for step in range(3)]
+    model = apis.FULLY_SHARD.shard()
+    losses = [model(running.batch(step)).square().mean() for step in range(3)]
     for index, loss in enumerate(losses):
         model.set_is_last_backward(index == 2)
         loss.backward()
         # An accelerator continues with the last reduction.
         if index == 2 or device().type == "cpu":
             steps = [(step,) for step in range(index + 1)]
-            assert_same(full_gradients(model), accumulated_gradients(seeded(), *steps), bitwise=False)
+            expected = values.accumulated_gradients(seeded(), *steps)
+            values.assert_same(apis.FULLY_SHARD.gradients(model), expected, bitwise=False)
 
 
 @pytest.mark.spec("NEW-07")
@@ -178,8 +168,8 @@ def test_prefetch_uses_the_orders_of_earlier_forwards_until_the_last_backward() 
     """Two forwards, then two backwards: the second backward also prefetches in the right order."""
     orders = []
     for reported in (True, False):
-        model = sharded()
-        losses = [loss_of(model(batch(step))) for step in range(2)]
+        model = apis.FULLY_SHARD.shard()
+        losses = [model(running.batch(step)).square().mean() for step in range(2)]
         if reported:
             model.set_is_last_backward(False)
         losses[1].backward()
@@ -195,51 +185,56 @@ def test_prefetch_uses_the_orders_of_earlier_forwards_until_the_last_backward() 
 @pytest.mark.spec("NEW-07")
 @ranks(2)
 def test_iteration_after_the_last_backward_has_the_usual_order() -> None:
-    model = sharded()
-    usual = recorded_iteration(model)
+    model = apis.FULLY_SHARD.shard()
+    usual = running.recorded_iteration(model)
     model.set_is_last_backward(False)
-    iterate(model)
+    running.iterate(model)
     model.set_is_last_backward(True)
-    iterate(model)
-    assert recorded_iteration(model) == usual
+    running.iterate(model)
+    assert running.recorded_iteration(model) == usual
 
 
 @pytest.mark.spec("GRAD-04", "FS2-SYNC-01")
 @ranks(2)
 def test_unreduced_gradients_are_converted_with_the_model() -> None:
-    model = sharded()
+    model = apis.FULLY_SHARD.shard()
     model.set_requires_gradient_sync(False)
-    (loss_of(model(batch(0))) * 2**26).backward()
+    (model(running.batch(0)).square().mean() * 2**26).backward()
     model.double()
     model.set_requires_gradient_sync(True)
-    loss_of(model(batch(1).double())).backward()
-    parts = [local_gradients(seeded(), (0,), rank) for rank in range(dist.get_world_size())]
+    model(running.batch(1).double()).square().mean().backward()
+    parts = [values.local_gradients(seeded(), (0,), rank) for rank in range(dist.get_world_size())]
     expected = {name: sum(part[name].double() for part in parts) / len(parts) * 2**26 for name in parts[0]}
-    later = full_gradients(model)
+    later = apis.FULLY_SHARD.gradients(model)
     model.zero_grad()
-    loss_of(model(batch(1).double())).backward()
-    added = full_gradients(model)
-    assert_same({name: later[name] - expected[name] for name in later}, added, bitwise=False)
+    model(running.batch(1).double()).square().mean().backward()
+    added = apis.FULLY_SHARD.gradients(model)
+    values.assert_same({name: later[name] - expected[name] for name in later}, added, bitwise=False)
 
 
 # --- gradients that are not reduced yet ---
 
 
 @pytest.mark.spec("GRAD-03", "NEW-07", "FUZZ-04")
-@pytest.mark.parametrize("switch", ["set_requires_gradient_sync", "set_requires_all_reduce", "set_is_last_backward"])
-@pytest.mark.parametrize("set_to_none", [False, True])
-@pytest.mark.parametrize("had_reduced", [False, True])
+@pytest.mark.parametrize(
+    ("switch", "set_to_none", "had_reduced"),
+    [
+        ("set_requires_gradient_sync", False, True),
+        ("set_requires_all_reduce", True, False),
+        ("set_is_last_backward", False, True),
+    ],
+)
 @ranks(4)
 def test_zero_grad_drops_gradients_that_are_not_reduced_yet(switch: str, set_to_none: bool, had_reduced: bool) -> None:
-    model = sharded(mesh=grid_mesh())
+    model = apis.FULLY_SHARD.shard(strategy=ShardingStrategy.HYBRID_SHARD)
     if had_reduced:
-        iterate(model, 0)
+        running.iterate(model, 0)
     getattr(model, switch)(False)
-    iterate(model, 1)
+    running.iterate(model, 1)
     model.zero_grad(set_to_none=set_to_none)
     getattr(model, switch)(True)
-    iterate(model, 2)
-    assert_same(full_gradients(model), mean_gradients(seeded(), (2,)))
+    running.iterate(model, 2)
+    values.assert_same(apis.FULLY_SHARD.gradients(model), values.mean_gradients(seeded(), (2,)))
 
 
 # --- resharding while gradients are accumulated ---
@@ -248,15 +243,15 @@ def test_zero_grad_drops_gradients_that_are_not_reduced_yet(switch: str, set_to_
 @pytest.mark.spec("NEW-06", "FS2-SYNC-01")
 @ranks(2)
 def test_first_micro_batch_all_gathers_once_without_reshard() -> None:
-    model = sharded(reshard_after_forward=False)
+    model = apis.FULLY_SHARD.shard(reshard_after_forward=False)
     model.set_reshard_after_backward(False)
     gathers = []
     for step in range(3):
         model.set_requires_gradient_sync(step == 2)
         model.set_reshard_after_backward(step == 2)
         with trace.record() as recorder:
-            iterate(model, step)
+            running.iterate(model, step)
         gathers.append(recorder.count("AG"))
     assert gathers == [5, 0, 0]
-    assert_same(full_gradients(model), mean_gradients(seeded(), (0, 1, 2)))
+    values.assert_same(apis.FULLY_SHARD.gradients(model), values.mean_gradients(seeded(), (0, 1, 2)))
     assert {type(p.data) for p in model.parameters()} == {DTensor}

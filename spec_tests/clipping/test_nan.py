@@ -7,8 +7,8 @@ import math
 import pytest
 
 from spec_tests.harness import ranks
+from spec_tests.models import apis
 from spec_tests.models.running import iterate
-from spec_tests.models.sharding import wrapped
 from spec_tests.models.values import assert_same, flat_gradients
 
 
@@ -16,7 +16,7 @@ from spec_tests.models.values import assert_same, flat_gradients
 @pytest.mark.parametrize("given", [{"max_norm": math.nan}, {"max_norm": 1.0, "norm_type": math.nan}], ids=str)
 @ranks(2)
 def test_clipping_to_nan_is_refused_and_changes_no_gradient(given: dict[str, float]) -> None:
-    model = wrapped()
+    model = apis.WRAPPED.shard()
     iterate(model)
     before = {unit: gradient.clone() for unit, gradient in flat_gradients(model).items()}
     with pytest.raises(TypeError, match=r"rank \d: .*norm.*number"):

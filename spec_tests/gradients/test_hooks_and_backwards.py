@@ -9,55 +9,58 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from spec_tests.harness import device, ranks
-from spec_tests.models.apis import Api, every_setting
-from spec_tests.models.gradients import assert_mean_gradients, mean_gradients_of, step_with
-from spec_tests.models.modules import MLP, WIDTH, Block, seeded
-from spec_tests.models.running import Wire, batch, iterate, loss_of
-from spec_tests.models.sharding import all_connected, sharded
-from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
-from spec_tests.subject import fully_shard, trace
+from spec_tests.harness import ranks
+from spec_tests.models import apis, gradients, modules, running, values
+from spec_tests.subject import ShardingStrategy, fully_shard, trace
+
+some_settings = apis.settings_of(
+    (apis.WRAPPED, ShardingStrategy.FULL_SHARD),
+    (apis.ORIGINALS, ShardingStrategy.NO_SHARD),
+    (apis.FULLY_SHARD, ShardingStrategy.FULL_SHARD),
+    (apis.FULLY_SHARD, ShardingStrategy.SHARD_GRAD_OP),
+)
 
 # --- backward ---
 
 
 @pytest.mark.api_spec(wrapper=["FWD-07"], fully_shard=["FS2-13", "NEW-07"])
-@every_setting
+@some_settings
 @ranks(2)
-def test_a_graph_that_is_kept_can_be_run_backward_twice(api: Api, strategy: Any) -> None:
+def test_a_graph_that_is_kept_can_be_run_backward_twice(api: Any, strategy: Any) -> None:
     model = api.shard(strategy=strategy)
-    loss = loss_of(model(batch()))
-    with Wire() as wire:
+    loss = model(running.batch()).square().mean()
+    with running.Wire() as wire:
         loss.backward(retain_graph=True)
         loss.backward()
     # The root and four blocks are reduced once in each backward.
     assert len(wire.calls("RS", "AR")) == 10
-    once = mean_gradients(seeded())
-    assert_same(api.gradients(model), {name: 2 * gradient for name, gradient in once.items()})
+    once = values.mean_gradients(modules.seeded())
+    values.assert_same(api.gradients(model), {name: 2 * gradient for name, gradient in once.items()})
     model.zero_grad()
-    iterate(model)
-    assert_same(api.gradients(model), once)
+    running.iterate(model)
+    values.assert_same(api.gradients(model), once)
 
 
 @pytest.mark.api_spec(wrapper=[], fully_shard=["FS2-13"])
-@every_setting
+@some_settings
 @ranks(2)
-def test_input_gradient_is_correct_and_its_computation_alone_reduces_nothing(api: Api, strategy: Any) -> None:
-    model, plain, x = api.shard(strategy=strategy), seeded(), batch().requires_grad_()
-    (expected,) = torch.autograd.grad(loss_of(plain(x)), x)
-    with Wire() as wire:
-        (gradient,) = torch.autograd.grad(loss_of(model(x)), x)
+def test_input_gradient_is_correct_and_its_computation_alone_reduces_nothing(api: Any, strategy: Any) -> None:
+    model, plain, x = api.shard(strategy=strategy), modules.seeded(), running.batch().requires_grad_()
+    (expected,) = torch.autograd.grad(plain(x).square().mean(), x)
+    with running.Wire() as wire:
+        (gradient,) = torch.autograd.grad(model(x).square().mean(), x)
     torch.testing.assert_close(gradient, expected)
     assert wire.calls("RS", "AR") == []
     assert all(parameter.grad is None for parameter in model.parameters())
-    loss_of(model(x)).backward()
+    model(x).square().mean().backward()
     torch.testing.assert_close(x.grad, expected)
-    assert_same(api.gradients(model), mean_gradients(plain))
+    values.assert_same(api.gradients(model), values.mean_gradients(plain))
 
 
 class Towers(nn.Module):
@@ -65,7 +68,7 @@ class Towers(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.frozen, self.trained = Block(), Block()
+        self.frozen, self.trained = modules.Block(), modules.Block()
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
@@ -76,12 +79,12 @@ class Towers(nn.Module):
 @pytest.mark.spec("FS2-13", "FS2-21")
 @ranks(2)
 def test_tower_without_grad_runs_inside_a_recorded_forward() -> None:
-    model, plain = seeded(Towers), seeded(Towers)
+    model, plain = modules.seeded(Towers), modules.seeded(Towers)
     for part in (model.frozen, model.trained, model):
         fully_shard(part)
     for step in range(2):
         with trace.record() as recorder:
-            assert_mean_gradients(model, plain, [step])
+            gradients.assert_mean_gradients(model, plain, [step])
         assert recorder.order("AG") == ["AG frozen", "AG trained", "AG trained"]
 
 
@@ -92,11 +95,11 @@ def test_tower_without_grad_runs_inside_a_recorded_forward() -> None:
 @ranks(2)
 def test_units_work_independently_if_their_root_is_never_called() -> None:
     def loss(model: Any, x: Tensor) -> Tensor:
-        return loss_of(model.blocks[1](torch.tanh(model.blocks[0](x))))
+        return model.blocks[1](torch.tanh(model.blocks[0](x))).square().mean()
 
-    model = sharded()
+    model = apis.FULLY_SHARD.shard()
     for step in range(2):
-        assert_mean_gradients(model, seeded(), [step], loss=loss)
+        gradients.assert_mean_gradients(model, modules.seeded(), [step], loss=loss)
         assert {type(p.data) for p in model.parameters()} == {DTensor}
 
 
@@ -104,20 +107,18 @@ def test_units_work_independently_if_their_root_is_never_called() -> None:
 
 
 @pytest.mark.spec("FS2-04", "FS2-13")
-@pytest.mark.parametrize("has_run", [False, True])
 @ranks(2)
-def test_conversion_of_the_sharded_model_takes_effect(has_run: bool) -> None:
-    model, plain = sharded(), seeded().double()
-    if has_run:
-        assert_mean_gradients(model, seeded(), [0])
+def test_conversion_of_the_sharded_model_takes_effect() -> None:
+    model, plain = apis.FULLY_SHARD.shard(), modules.seeded().double()
+    gradients.assert_mean_gradients(model, modules.seeded(), [0])
     model.to(torch.float64)
-    loss_of(model(batch().double())).backward()
+    model(running.batch().double()).square().mean().backward()
     assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float64}
-    expected = mean_gradients_of(lambda net, x: loss_of(net(x.double())), plain)
-    for name, gradient in full_gradients(model).items():
+    expected = gradients.mean_gradients_of(lambda net, x: net(x.double()).square().mean(), plain)
+    for name, gradient in apis.FULLY_SHARD.gradients(model).items():
         torch.testing.assert_close(gradient, expected[name])
-    for name, value in full_values(model).items():
-        torch.testing.assert_close(value, named(plain)[name])
+    for name, value in apis.FULLY_SHARD.values(model).items():
+        torch.testing.assert_close(value, values.named(plain)[name])
 
 
 # --- complex numbers ---
@@ -128,19 +129,19 @@ class Waves(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.filter = nn.Parameter(torch.randn(WIDTH // 2 + 1, dtype=torch.complex64))
+        self.filter = nn.Parameter(torch.randn(6 // 2 + 1, dtype=torch.complex64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=WIDTH)
+        return torch.fft.irfft(torch.fft.rfft(x) * self.filter, n=6)
 
 
 @pytest.mark.spec("FS2-16")
 @ranks(2)
 def test_unit_of_complex_parameters_trains_like_an_unsharded_one() -> None:
-    plain, model = (seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Waves())) for _ in range(2))
+    plain, model = (modules.seeded(lambda: nn.Sequential(nn.Linear(6, 6), Waves())) for _ in range(2))
     for part in (*model, model):
         fully_shard(part)
-    assert_mean_gradients(model, plain, [0], bitwise=False)
+    gradients.assert_mean_gradients(model, plain, [0], bitwise=False)
     assert model[1].filter.is_complex()
 
 
@@ -150,9 +151,9 @@ def test_unit_of_complex_parameters_trains_like_an_unsharded_one() -> None:
 @pytest.mark.spec("FS2-04", "FS2-16")
 @ranks(4)
 def test_data_parallel_and_tensor_parallel_use_different_mesh_dimensions() -> None:
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "tensor"))
-    all_connected()
-    plain, model = (seeded(lambda: nn.Sequential(MLP(WIDTH, 24), MLP(WIDTH, 24))) for _ in range(2))
+    mesh = init_device_mesh(running.batch().device.type, (2, 2), mesh_dim_names=("data", "tensor"))
+    dist.barrier()
+    plain, model = (modules.seeded(lambda: nn.Sequential(modules.MLP(6, 24), modules.MLP(6, 24))) for _ in range(2))
     for layers in model:
         parallelize_module(layers, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(layers, mesh=mesh["data"])
@@ -160,23 +161,23 @@ def test_data_parallel_and_tensor_parallel_use_different_mesh_dimensions() -> No
     optimizer, oracle = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
     for step in range(3):
         # Ranks of one tensor-parallel group use the same batch.
-        loss_of(model(batch(step, mesh["data"].get_local_rank()))).backward()
-        expected = mean_gradients(plain, [step], num_ranks=2)
-        assert_same(full_gradients(model), expected)
+        model(running.batch(step, mesh["data"].get_local_rank())).square().mean().backward()
+        expected = values.mean_gradients(plain, [step], num_ranks=2)
+        values.assert_same(apis.FULLY_SHARD.gradients(model), expected)
         optimizer.step()
         optimizer.zero_grad()
-        step_with(expected, plain, oracle)
-    assert_same(full_values(model), named(plain))
+        gradients.step_with(expected, plain, oracle)
+    values.assert_same(apis.FULLY_SHARD.values(model), values.named(plain))
 
 
 @pytest.mark.spec("FS2-04")
 @ranks(4)
 def test_gradients_of_parameters_that_tensor_parallelism_replicates_are_summed() -> None:
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "tensor"))
-    plain, model = (seeded(lambda: nn.Sequential(nn.LayerNorm(WIDTH))) for _ in range(2))
+    mesh = init_device_mesh(running.batch().device.type, (2, 2), mesh_dim_names=("data", "tensor"))
+    plain, model = (modules.seeded(lambda: nn.Sequential(nn.LayerNorm(6))) for _ in range(2))
     # Each rank has a part of the sequence.
     parallelize_module(model, mesh["tensor"], {"0": SequenceParallel(sequence_dim=0, use_local_output=True)})
     fully_shard(model, mesh=mesh["data"])
-    loss_of(model(batch())).backward()
-    sums = {name: 2 * gradient for name, gradient in mean_gradients(plain, [0]).items()}
-    assert_same(full_gradients(model), sums, bitwise=False)
+    model(running.batch()).square().mean().backward()
+    sums = {name: 2 * gradient for name, gradient in values.mean_gradients(plain, [0]).items()}
+    values.assert_same(apis.FULLY_SHARD.gradients(model), sums, bitwise=False)

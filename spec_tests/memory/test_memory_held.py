@@ -17,9 +17,7 @@ from minifsdp.engine import collectives
 from minifsdp.engine.mesh import Group
 from minifsdp_gloo import transport as gloo
 from spec_tests.harness import device, ranks
-from spec_tests.models.modules import Stack, seeded
-from spec_tests.models.running import batch, iterate
-from spec_tests.models.sharding import FULL_SHARD, SHARD_GRAD_OP, sharded, wrapped
+from spec_tests.models import apis, modules, running
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import ShardingStrategy, fully_shard
 from spec_tests.transport.counted_backend import Counted
@@ -39,15 +37,15 @@ def num_bytes_behind(tensors: list[Any]) -> int:
 
 @pytest.mark.spec("SHARD-06", "STREAM-17")
 @pytest.mark.parametrize("hidden", [(), (1000, 2000, 3000, 4000)], ids=["small", "large"])
-@pytest.mark.parametrize("kind", [FULL_SHARD, SHARD_GRAD_OP, "fully_shard"], ids=str)
+@pytest.mark.parametrize("kind", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, "fully_shard"], ids=str)
 @ranks(2)
 def test_gradients_hold_the_memory_of_their_shards_and_no_more(
     kind: ShardingStrategy | str, hidden: tuple[int, ...]
 ) -> None:
-    plain = seeded(lambda: Stack(hidden=hidden))
-    model: Any = sharded(plain) if isinstance(kind, str) else wrapped(plain, sharding_strategy=kind)
+    plain = modules.seeded(lambda: modules.Stack(hidden=hidden))
+    model: Any = apis.FULLY_SHARD.shard(plain) if isinstance(kind, str) else apis.WRAPPED.shard(plain, strategy=kind)
     for step in range(2):
-        iterate(model, step)
+        running.iterate(model, step)
     gradients = [parameter.grad for parameter in model.parameters()]
     stored = num_bytes_behind([parameter.detach() for parameter in model.parameters()])
     # The gradients of a unit are packed with the same padding as its parameters.
@@ -58,7 +56,7 @@ def test_gradients_hold_the_memory_of_their_shards_and_no_more(
 @ranks(2)
 def test_a_saved_shard_has_the_bytes_of_its_own_elements_only() -> None:
     """`torch.save` writes the whole storage of a tensor, so a shard must not share the storage of its unit."""
-    model = sharded(seeded(lambda: Stack(hidden=(1000, 2000, 3000, 4000))))
+    model = apis.FULLY_SHARD.shard(modules.seeded(lambda: modules.Stack(hidden=(1000, 2000, 3000, 4000))))
     for name, value in model.state_dict().items():
         file = io.BytesIO()
         torch.save(value.to_local(), file)
@@ -133,9 +131,9 @@ def test_sizes_of_a_failed_collective_are_not_remembered() -> None:
 @pytest.mark.spec("SD-FULL-03")
 @ranks(2)
 def test_saves_leave_no_keys_in_the_store() -> None:
-    model, store = wrapped(), dist.distributed_c10d._get_default_store()
+    model, store = apis.WRAPPED.shard(), dist.distributed_c10d._get_default_store()
     optimizer = torch.optim.Adam(model.parameters())
-    iterate(model, 0, optimizer)
+    running.iterate(model, 0, optimizer)
     numbers = []
     for has_facts in (False, True, False, True, False, True):
         model.state_dict()
@@ -153,8 +151,8 @@ def test_saves_leave_no_keys_in_the_store() -> None:
 @pytest.mark.spec("LEDGER-01")
 @ranks(2)
 def test_a_step_keeps_no_input_and_no_output_alive() -> None:
-    for model in (wrapped(), sharded()):
-        x = batch()
+    for model in (apis.WRAPPED.shard(), apis.FULLY_SHARD.shard()):
+        x = running.batch()
         output = model(x)
         output.sum().backward()
         references = [weakref.ref(x), weakref.ref(output)]

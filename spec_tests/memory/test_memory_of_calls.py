@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 from spec_tests import subject
+from spec_tests.checkpoint import scale
 from spec_tests.checkpoint.checkpoints import quiet
-from spec_tests.checkpoint.scale import APIS, WIDTH, trained
 from spec_tests.harness import device, ranks
 from spec_tests.live_bytes import LiveBytes
 from spec_tests.subject import FullyShardedDataParallel as FSDP
@@ -26,12 +26,12 @@ from spec_tests.subject import FullyShardedDataParallel as FSDP
 pytestmark = pytest.mark.cpu  # `LiveBytes` counts tensors on the CPU
 # Step counters, norms and flags. The smallest tensor of the model's matrices is 25 times larger.
 SMALL = 20_000
-WHOLE_MODEL = 4 * (8 * WIDTH * WIDTH + 3 * WIDTH + 3)
+WHOLE_MODEL = 4 * (8 * scale.WIDTH * scale.WIDTH + 3 * scale.WIDTH + 3)
 FULL = StateDictOptions(full_state_dict=True)
 
 
 def backward(model: Any) -> None:
-    model(torch.ones(2, WIDTH, device=device())).sum().backward()
+    model(torch.ones(2, scale.WIDTH, device=device())).sum().backward()
 
 
 def summon(model: Any, **options: Any) -> None:
@@ -47,7 +47,7 @@ def change_gradients(model: Any, factor: float) -> None:
 
 def evaluate(model: Any) -> None:
     with torch.no_grad():
-        model(torch.ones(2, WIDTH, device=device()))
+        model(torch.ones(2, scale.WIDTH, device=device()))
     for module in model.modules():
         if hasattr(module, "reshard"):
             module.reshard()
@@ -111,13 +111,13 @@ CALLS = {
 
 
 @pytest.mark.spec("COST-22")
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("api", scale.APIS)
 @ranks(2)
 def test_sharding_and_a_step_leave_no_tensor_to_the_garbage_collector(api: str) -> None:
     gc.collect()
     gc.disable()
     with quiet(), LiveBytes() as live:
-        model, optimizer = trained(api)
+        model, optimizer = scale.trained(api)
         before = live.now()
         gc.enable()
         gc.collect()
@@ -127,17 +127,18 @@ def test_sharding_and_a_step_leave_no_tensor_to_the_garbage_collector(api: str) 
 
 
 @pytest.mark.spec("SHARD-06", "SUMMON-06", "SUMMON-15", "SCALE-04", "COST-22")
-@pytest.mark.parametrize(("api", "call"), [(api, call) for api in APIS for call in CALLS[api]])
+@pytest.mark.parametrize("api", scale.APIS)
 @ranks(2)
-def test_no_memory_of_a_call_outlives_it(api: str, call: str) -> None:
-    with quiet(), LiveBytes() as live:
-        model, optimizer = trained(api)
-        backward(model)
-        before = live.now()
-        gc.disable()
-        CALLS[api][call](model, optimizer)
-        gc.enable()
-        assert live.now() == pytest.approx(before, abs=SMALL)
+def test_no_memory_of_a_call_outlives_it(api: str) -> None:
+    for name, call in CALLS[api].items():
+        with quiet(), LiveBytes() as live:
+            model, optimizer = scale.trained(api)
+            backward(model)
+            before = live.now()
+            gc.disable()
+            call(model, optimizer)
+            gc.enable()
+            assert live.now() == pytest.approx(before, abs=SMALL), name
 
 
 @pytest.mark.spec("SUMMON-06")
@@ -145,7 +146,7 @@ def test_no_memory_of_a_call_outlives_it(api: str, call: str) -> None:
 @ranks(2)
 def test_summoned_parameters_need_the_memory_of_the_model_once(api: str) -> None:
     with quiet(), LiveBytes() as live:
-        model, _ = trained(api)
+        model, _ = scale.trained(api)
         before = live.now()
         live.forget_peak()
         with FSDP.summon_full_params(model):
@@ -154,11 +155,11 @@ def test_summoned_parameters_need_the_memory_of_the_model_once(api: str) -> None
 
 
 @pytest.mark.spec("CLIP-03")
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("api", scale.APIS)
 @ranks(2)
 def test_clipping_copies_no_gradient(api: str) -> None:
     with quiet(), LiveBytes() as live:
-        model, optimizer = trained(api)
+        model, optimizer = scale.trained(api)
         backward(model)
         before = live.now()
         live.forget_peak()

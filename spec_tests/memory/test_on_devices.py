@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from spec_tests.harness import device, ranks
+from spec_tests.models import apis
 from spec_tests.models.modules import Stack, seeded
-from spec_tests.models.running import batch, loss_of
-from spec_tests.models.sharding import wrapped
+from spec_tests.models.running import batch
 from spec_tests.subject import BackwardPrefetch, FullyShardedDataParallel, ModuleWrapPolicy, trace
 
 WIDTH = 1024
@@ -39,13 +39,13 @@ def test_without_the_rate_limiter_more_blocks_are_active_at_once() -> None:
     peaks: dict[bool, int] = {}
     waits: dict[bool, int] = {}
     for limit_all_gathers in (True, False):
-        model = wrapped(seeded(lambda: Stack(WIDTH)), limit_all_gathers=limit_all_gathers)
+        model = apis.WRAPPED.shard(seeded(lambda: Stack(WIDTH)), limit_all_gathers=limit_all_gathers)
         for _ in range(2):
             memory.synchronize(device())
             memory.reset_peak_memory_stats()
             before = memory.memory_stats()["active_bytes.all.current"]
             with trace.record() as recorder:
-                loss_of(model(batch(width=WIDTH)))
+                model(batch(width=WIDTH)).square().mean()
             memory.synchronize(device())
         # Active, not allocated: memory that Python has freed but the device still reads must count.
         peaks[limit_all_gathers] = memory.memory_stats()["active_bytes.all.peak"] - before
@@ -62,9 +62,9 @@ def test_pre_holds_one_unit_more_than_post_in_memory() -> None:
     memory = torch.get_device_module(device())
     peaks: dict[str, int] = {}
     for setting in BackwardPrefetch:
-        model = wrapped(seeded(lambda: Stack(WIDTH)), backward_prefetch=setting)
+        model = apis.WRAPPED.shard(seeded(lambda: Stack(WIDTH)), backward_prefetch=setting)
         for _ in range(2):
-            loss = loss_of(model(batch(width=WIDTH)))
+            loss = model(batch(width=WIDTH)).square().mean()
             memory.synchronize(device())
             memory.reset_peak_memory_stats()
             before = memory.memory_allocated()
@@ -88,7 +88,7 @@ def test_allocated_memory_drops_by_freed_bytes() -> None:
 
     for block in plain.blocks:
         block.register_forward_hook(measure)
-    model = wrapped(plain)
+    model = apis.WRAPPED.shard(plain)
     with torch.no_grad():
         for _ in range(2):
             inside.clear()
@@ -103,7 +103,7 @@ def test_allocated_memory_drops_by_freed_bytes() -> None:
 @pytest.mark.spec("SUMMON-06")
 @ranks(2)
 def test_summon_restores_the_allocated_memory_on_exit() -> None:
-    model = wrapped(seeded(lambda: Stack(WIDTH)))
+    model = apis.WRAPPED.shard(seeded(lambda: Stack(WIDTH)))
     memory = torch.get_device_module(device())
     before = memory.memory_allocated()
     with FullyShardedDataParallel.summon_full_params(model):

@@ -1,6 +1,7 @@
 """A program that trains for two steps with fake tensors over the fake backend, as estimates of memory do.
 
-Its arguments are the API, and ``torch`` or ``minifsdp``. It prints the bytes of the gradients of one rank of eight.
+Its arguments are ``torch`` or ``minifsdp``, and the APIs. For each API it prints the bytes of the gradients of one rank
+of eight.
 """
 
 from __future__ import annotations
@@ -41,10 +42,15 @@ def sharded(api: str, library: Any, model: nn.Sequential, mesh: DeviceMesh) -> n
     return wrapped(library, model, use_orig_params=api == "original parameters")
 
 
-def main(api: str, name: str) -> None:
+def main(name: str, *apis: str) -> None:
     warnings.simplefilter("ignore")
     library = importlib.import_module("torch.distributed.fsdp" if name == "torch" else "minifsdp")
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
+    for api in apis:
+        train(api, library)
+
+
+def train(api: str, library: Any) -> None:
     # A mesh reads its numbers of ranks, which fake tensors do not have.
     names = ("replicate", "shard")
     mesh = init_device_mesh("cpu", (2, 4) if api == "hybrid" else (1, 8), mesh_dim_names=names)

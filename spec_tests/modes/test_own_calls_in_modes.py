@@ -16,18 +16,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from minifsdp import FullStateDictConfig, StateDictType, debug, explain, token_scale, trace, while_all_have_data
 from minifsdp import FullyShardedDataParallel as FSDP
 from spec_tests.harness import ranks
-from spec_tests.models.apis import FULLY_SHARD, Api, all_apis, wrapper_apis
+from spec_tests.models import apis
 from spec_tests.modes.test_calls_in_modes import MODES, Net, Run, assert_equal
 
 pytestmark = pytest.mark.cpu
+# One of each kind; the other module tests all modes.
+SOME_MODES = ("inference_mode", "default dtype bfloat16", "default device meta", "deterministic", "dispatch mode")
+some_modes = pytest.mark.parametrize("mode", SOME_MODES)
 
 
 @pytest.mark.spec("PAR-10")
-@wrapper_apis
+@apis.wrapper_apis
 @pytest.mark.parametrize("steps", [0, 1])
-@pytest.mark.parametrize("mode", MODES)
+@some_modes
 @ranks(2)
-def test_full_values_on_the_first_rank_in_a_mode(api: Api, mode: str, steps: int) -> None:
+def test_full_values_on_the_first_rank_in_a_mode(api: apis.Api, mode: str, steps: int) -> None:
     run, plain = (Run(one, MODES[mode], steps) for one in (api, None))
     with run.mode(), FSDP.summon_full_params(run.model, rank0_only=True, writeback=False, offload_to_cpu=True):
         if dist.get_rank() == 0:
@@ -40,11 +43,11 @@ def test_full_values_on_the_first_rank_in_a_mode(api: Api, mode: str, steps: int
 
 
 @pytest.mark.spec("PAR-10")
-@wrapper_apis
+@apis.wrapper_apis
 @pytest.mark.parametrize("form", ["FULL", "SHARDED"])
-@pytest.mark.parametrize("mode", MODES)
+@some_modes
 @ranks(2)
-def test_optimizer_states_in_a_mode(api: Api, form: str, mode: str) -> None:
+def test_optimizer_states_in_a_mode(api: apis.Api, form: str, mode: str) -> None:
     run, plain = (Run(one, MODES[mode], steps=1) for one in (api, None))
     with FSDP.state_dict_type(run.model, StateDictType[f"{form}_STATE_DICT"]), run.mode():
         states = FSDP.optim_state_dict(run.model, run.optimizer)
@@ -56,10 +59,10 @@ def test_optimizer_states_in_a_mode(api: Api, form: str, mode: str) -> None:
 
 
 @pytest.mark.spec("PAR-10")
-@wrapper_apis
-@pytest.mark.parametrize("mode", MODES)
+@apis.wrapper_apis
+@some_modes
 @ranks(2)
-def test_broadcast_of_initial_values_in_a_mode(api: Api, mode: str) -> None:
+def test_broadcast_of_initial_values_in_a_mode(api: apis.Api, mode: str) -> None:
     run, model = Run(api, MODES[mode]), Net()
     for parameter in model.parameters():
         nn.init.constant_(parameter, dist.get_rank())
@@ -69,10 +72,10 @@ def test_broadcast_of_initial_values_in_a_mode(api: Api, mode: str) -> None:
 
 
 @pytest.mark.spec("PAR-10")
-@all_apis
-@pytest.mark.parametrize("mode", MODES)
+@apis.all_apis
+@some_modes
 @ranks(2)
-def test_checks_and_records_in_a_mode(api: Api, mode: str) -> None:
+def test_checks_and_records_in_a_mode(api: apis.Api, mode: str) -> None:
     with debug():
         run = Run(api, MODES[mode], inside=MODES[mode])
         with run.mode(), trace.record() as recorder:
@@ -84,14 +87,14 @@ def test_checks_and_records_in_a_mode(api: Api, mode: str) -> None:
 
 
 @pytest.mark.spec("PAR-10")
-@pytest.mark.parametrize("mode", MODES)
 @ranks(2)
-def test_batches_and_tokens_in_a_mode(mode: str) -> None:
-    with MODES[mode]():
-        batches = list(while_all_have_data([1, 2, 3][: 2 + dist.get_rank()]))
-        scale = token_scale(2 + 4 * dist.get_rank())
-    assert batches == [1, 2]
-    assert (scale.device.type, scale.dtype, scale.item()) == ("cpu", torch.float32, 0.25)
+def test_batches_and_tokens_in_a_mode() -> None:
+    for mode in MODES:
+        with MODES[mode]():
+            batches = list(while_all_have_data([1, 2, 3][: 2 + dist.get_rank()]))
+            scale = token_scale(2 + 4 * dist.get_rank())
+        assert batches == [1, 2], mode
+        assert (scale.device.type, scale.dtype, scale.item()) == ("cpu", torch.float32, 0.25), mode
 
 
 def summon(run: Run) -> None:
@@ -113,11 +116,11 @@ FULLY_SHARD_CALLS: list[Callable[[Run], object]] = [
 
 
 @pytest.mark.spec("PAR-11")
-@all_apis
+@apis.all_apis
 @pytest.mark.parametrize("steps", [0, 1])
 @ranks(2)
-def test_a_call_with_fake_tensors_raises_an_error(api: Api, steps: int) -> None:
-    for call in FULLY_SHARD_CALLS if api == FULLY_SHARD else WRAPPER_CALLS:
+def test_a_call_with_fake_tensors_raises_an_error(api: apis.Api, steps: int) -> None:
+    for call in FULLY_SHARD_CALLS if api == apis.FULLY_SHARD else WRAPPER_CALLS:
         run, plain = (Run(one, contextlib.nullcontext, steps) for one in (api, None))
         with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="FakeTensorMode"):
             call(run)
@@ -127,12 +130,12 @@ def test_a_call_with_fake_tensors_raises_an_error(api: Api, steps: int) -> None:
 
 
 @pytest.mark.spec("PAR-11")
-@all_apis
+@apis.all_apis
 @pytest.mark.parametrize("is_active", [True, False], ids=["inside of the mode", "outside of the mode"])
 @ranks(2)
-def test_a_forward_of_fake_parameters_raises_an_error(api: Api, is_active: bool) -> None:
+def test_a_forward_of_fake_parameters_raises_an_error(api: apis.Api, is_active: bool) -> None:
     run = Run(api, contextlib.nullcontext)
-    options = {"mesh": init_device_mesh("cpu", (2,))} if api == FULLY_SHARD else {}
+    options = {"mesh": init_device_mesh("cpu", (2,))} if api == apis.FULLY_SHARD else {}
     with warnings.catch_warnings():
         # torch warns if the address of a fake tensor is read.
         warnings.simplefilter("ignore")

@@ -18,21 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from spec_tests.checkpoint.checkpoints import is_plain
 from spec_tests.harness import device, ranks
-from spec_tests.models.apis import (
-    FULLY_SHARD,
-    ORIGINALS,
-    WRAPPED,
-    Api,
-    both_apis,
-    every_setting,
-    name_of,
-    settings_of,
-    wrapper_settings,
-)
-from spec_tests.models.modules import UNITS, seeded
-from spec_tests.models.running import batch, iterate, loss_of, of_unit
-from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_STRATEGIES, NO_SHARD, SHARD_GRAD_OP, sharded
-from spec_tests.models.values import accumulated_gradients, assert_same, full_values, mean_gradients
+from spec_tests.models import apis, modules, running, values
 from spec_tests.subject import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -42,6 +28,16 @@ from spec_tests.subject import (
     StateDictType,
     trace,
 )
+
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
+
+some_settings = apis.settings_of(
+    (apis.WRAPPED, FULL_SHARD),
+    (apis.ORIGINALS, NO_SHARD),
+    (apis.ORIGINALS, SHARD_GRAD_OP),
+    (apis.FULLY_SHARD, FULL_SHARD),
+)
+wrapper_settings = apis.settings_of((apis.WRAPPED, FULL_SHARD), (apis.ORIGINALS, NO_SHARD))
 
 # --- the options ---
 
@@ -63,22 +59,21 @@ def test_the_offload_policy_of_fully_shard_pins_memory_by_default() -> None:
     assert dataclasses.asdict(OffloadPolicy()) == {}
 
 
-NO_OFFLOAD: list[tuple[Api, dict[str, Any]]] = [
-    (WRAPPED, {}),
-    (WRAPPED, {"cpu_offload": None}),
-    (WRAPPED, {"cpu_offload": CPUOffload()}),
-    (FULLY_SHARD, {"offload_policy": None}),
-    (FULLY_SHARD, {"offload_policy": OffloadPolicy()}),
+NO_OFFLOAD: list[tuple[Any, dict[str, Any]]] = [
+    (apis.WRAPPED, {"cpu_offload": None}),
+    (apis.WRAPPED, {"cpu_offload": CPUOffload()}),
+    (apis.FULLY_SHARD, {"offload_policy": None}),
+    (apis.FULLY_SHARD, {"offload_policy": OffloadPolicy()}),
 ]
 
 
 @pytest.mark.api_spec(wrapper=["OFF-01"], fully_shard=["FS2-OFF-01", "MIG-07"])
-@pytest.mark.parametrize(("api", "options"), NO_OFFLOAD, ids=name_of)
+@pytest.mark.parametrize(("api", "options"), NO_OFFLOAD, ids=apis.name_of)
 @ranks(2)
-def test_none_and_the_default_mean_no_offload(api: Api, options: dict[str, Any]) -> None:
+def test_none_and_the_default_mean_no_offload(api: Any, options: dict[str, Any]) -> None:
     model = api.shard(**options)
     with trace.record() as recorder:
-        iterate(model)
+        running.iterate(model)
     assert not {"H2D", "D2H"} & {event.kind for event in recorder.events}
     assert {parameter.device.type for parameter in model.parameters()} == {device().type}
 
@@ -93,51 +88,53 @@ ORDERS = {
 
 
 @pytest.mark.api_spec(wrapper=["OFF-02", "OFF-03"])
-@settings_of(
-    (WRAPPED, FULL_SHARD),
-    (ORIGINALS, FULL_SHARD),
-    (ORIGINALS, SHARD_GRAD_OP),
-    (FULLY_SHARD, FULL_SHARD),
-    (FULLY_SHARD, SHARD_GRAD_OP),
+@apis.settings_of(
+    (apis.WRAPPED, FULL_SHARD),
+    (apis.ORIGINALS, FULL_SHARD),
+    (apis.ORIGINALS, SHARD_GRAD_OP),
+    (apis.FULLY_SHARD, FULL_SHARD),
+    (apis.FULLY_SHARD, SHARD_GRAD_OP),
 )
 @ranks(2)
-def test_offload_copies_for_each_all_gather_and_reduction(api: Api, strategy: ShardingStrategy) -> None:
+def test_offload_copies_for_each_all_gather_and_reduction(api: Any, strategy: ShardingStrategy) -> None:
     model = api.shard(strategy=strategy, offload=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(2):
         with trace.record() as recorder:
-            iterate(model, step, optimizer)
-        for unit in UNITS[1:]:
-            assert of_unit(recorder, unit, *KINDS) == ORDERS[strategy]
-        assert of_unit(recorder, "", *KINDS) == ORDERS[SHARD_GRAD_OP], "the root stays unsharded after forward"
+            running.iterate(model, step, optimizer)
+        for unit in modules.UNITS[1:]:
+            assert running.of_unit(recorder, unit, *KINDS) == ORDERS[strategy]
+        assert running.of_unit(recorder, "", *KINDS) == ORDERS[SHARD_GRAD_OP], "the root stays unsharded after forward"
         copies = {(event.kind, event.unit): event.num_bytes for event in recorder.events if "2" in event.kind}
-        assert copies == {(kind, unit): 4 * (21 if unit else 28) for unit in UNITS for kind in ("H2D", "D2H")}
+        assert copies == {(kind, unit): 4 * (21 if unit else 28) for unit in modules.UNITS for kind in ("H2D", "D2H")}
 
 
 @pytest.mark.api_spec(wrapper=["OFF-02"])
-@both_apis
+@apis.both_apis
 @ranks(2)
-def test_evaluation_copies_shards_to_the_device_and_nothing_back(api: Api) -> None:
+def test_evaluation_copies_shards_to_the_device_and_nothing_back(api: Any) -> None:
     model = api.shard(offload=True).eval()
     with trace.record() as recorder, torch.no_grad():
-        model(batch())
-    assert [event.kind for event in recorder.events if event.kind in ("H2D", "AG", "D2H")] == ["H2D", "AG"] * len(UNITS)
+        model(running.batch())
+    assert [event.kind for event in recorder.events if event.kind in ("H2D", "AG", "D2H")] == ["H2D", "AG"] * len(
+        modules.UNITS
+    )
 
 
 @pytest.mark.api_spec(wrapper=["OFF-02", "OFF-03", "LEGACY-14"], fully_shard=["FS2-OFF-01", "MIG-07"])
-@every_setting
+@some_settings
 @ranks(2)
-def test_shards_gradients_and_optimizer_state_are_on_the_cpu(api: Api, strategy: ShardingStrategy) -> None:
-    plain = seeded()
+def test_shards_gradients_and_optimizer_state_are_on_the_cpu(api: Any, strategy: ShardingStrategy) -> None:
+    plain = modules.seeded()
     seen: list[torch.device] = []
     for layer in (plain.enter, plain.blocks[1].linear):
         layer.register_forward_hook(lambda layer, i, o: seen.extend([layer.weight.device, o.device]))
     model = api.shard(plain, strategy=strategy, offload=True)
     optimizer = torch.optim.Adam(model.parameters())
     for step in range(2):
-        if api != FULLY_SHARD and device().type != "cpu":
+        if api != apis.FULLY_SHARD and device().type != "cpu":
             assert all(parameter.is_pinned() for parameter in model.parameters() if parameter.numel())
-        iterate(model, step)
+        running.iterate(model, step)
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         assert {tensor.device.type for tensor in (*model.parameters(), *gradients)} == {"cpu"}
         optimizer.step()
@@ -152,16 +149,16 @@ def test_shards_gradients_and_optimizer_state_are_on_the_cpu(api: Api, strategy:
 @ranks(2)
 def test_pinned_memory_is_the_default_and_can_be_left_out() -> None:
     for policy, pinned in ((CPUOffloadPolicy(), True), (CPUOffloadPolicy(pin_memory=False), False)):
-        model = sharded(offload_policy=policy)
+        model = apis.FULLY_SHARD.shard(offload_policy=policy)
         assert {p.to_local().is_pinned() for p in model.parameters()} == {pinned}
-        iterate(model)
+        running.iterate(model)
         assert {p.grad.device.type for p in model.parameters()} == {"cpu"}
 
 
 @pytest.mark.spec("FS2-OFF-01", "FS2-19")
 @ranks(2)
 def test_manually_unsharded_params_are_on_compute_device() -> None:
-    model = FULLY_SHARD.shard(offload=True)
+    model = apis.FULLY_SHARD.shard(offload=True)
     model.unshard()
     assert model.enter.weight.device.type == device().type
     model.reshard()
@@ -172,11 +169,11 @@ def test_manually_unsharded_params_are_on_compute_device() -> None:
 @pytest.mark.spec("OFF-06")
 @ranks(2)
 def test_inside_no_sync_gradients_are_on_the_device() -> None:
-    model = WRAPPED.shard(offload=True)
+    model = apis.WRAPPED.shard(offload=True)
     with model.no_sync():
-        iterate(model)
+        running.iterate(model)
     assert {parameter.grad.device for parameter in model.parameters()} == {device()}
-    iterate(model, 1)
+    running.iterate(model, 1)
     assert {parameter.grad.device.type for parameter in model.parameters()} == {"cpu"}
 
 
@@ -191,10 +188,10 @@ def local_values(tensors: Any) -> list[Tensor]:
 
 @pytest.mark.api_spec(wrapper=["OFF-04"], fully_shard=["FS2-OFF-01", "MIG-07"])
 @pytest.mark.parametrize("precision", [None, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}])
-@every_setting
+@some_settings
 @ranks(2)
 def test_training_with_offload_is_bit_by_bit_that_without(
-    api: Api, strategy: ShardingStrategy, precision: dict[str, Any] | None
+    api: Any, strategy: ShardingStrategy, precision: dict[str, Any] | None
 ) -> None:
     models = [api.shard(offload=offload, strategy=strategy, precision=precision) for offload in (True, False)]
     initial = local_values(models[0].parameters())
@@ -204,8 +201,8 @@ def test_training_with_offload_is_bit_by_bit_that_without(
     for step in range(2):
         for model in models:
             with api.no_sync(model):
-                iterate(model, 2 * step)
-            iterate(model, 2 * step + 1)
+                running.iterate(model, 2 * step)
+            running.iterate(model, 2 * step + 1)
         found, expected = (local_values(p.grad for p in model.parameters()) for model in models)
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
         for optimizer in optimizers:
@@ -218,55 +215,69 @@ def test_training_with_offload_is_bit_by_bit_that_without(
 
 @pytest.mark.spec("STREAM-15")
 @pytest.mark.api_spec(wrapper=["OFF-04"], fully_shard=["FS2-OFF-01"])
-@every_setting
+@some_settings
 @ranks(2)
-def test_forward_uses_cpu_values_changed_by_user(api: Api, strategy: ShardingStrategy) -> None:
+def test_forward_uses_cpu_values_changed_by_user(api: Any, strategy: ShardingStrategy) -> None:
     model = api.shard(strategy=strategy, offload=True)
-    expected = seeded()
+    expected = modules.seeded()
     parameters = list(model.parameters())
     with torch.no_grad():
         for _ in range(2):
-            torch.testing.assert_close(model(batch()), expected(batch()))
+            torch.testing.assert_close(model(running.batch()), expected(running.batch()))
             api.reshard(model)
             for parameter in (*parameters, *expected.parameters()):
                 parameter.mul_(2.0)
-    loss_of(model(batch())).backward()
+    model(running.batch()).square().mean().backward()
+
+
+@pytest.mark.spec("MP-12", "OFF-03")
+@wrapper_settings
+@ranks(2)
+def test_offloaded_gradients_keep_the_dtype_of_the_reduction_on_request(api: Any, strategy: Any) -> None:
+    precision = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.bfloat16, "keep_low_precision_grads": True}
+    model = api.shard(strategy=strategy, precision=precision, offload=True)
+    for step in range(2):
+        running.iterate(model, step)
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert {(gradient.dtype, gradient.device.type) for gradient in gradients} == {(torch.bfloat16, "cpu")}
 
 
 # --- accumulation ---
 
 
 @pytest.mark.api_spec(wrapper=["OFF-05", "OFF-06"])
-@every_setting
+@some_settings
 @ranks(2)
 def test_accumulation_copies_sums_to_the_cpu_in_each_backward_that_reduces(
-    api: Api, strategy: ShardingStrategy
+    api: Any, strategy: ShardingStrategy
 ) -> None:
-    plain = seeded()
+    plain = modules.seeded()
     model = api.shard(strategy=strategy, offload=True)
     reduction = "AR" if strategy is NO_SHARD else "RS"
     reduced: list[tuple[int, ...]] = []
     for steps in ((0,), (1,), (2, 3, 4)):
         with trace.record() as inside, api.no_sync(model):
             for step in steps[:-1]:
-                iterate(model, step)
+                running.iterate(model, step)
         assert "D2H" not in {event.kind for event in inside.events}
         with trace.record() as last:
-            iterate(model, steps[-1])
-        for unit in UNITS:
-            assert of_unit(last, unit, "B", reduction, "D2H") == ["B", reduction, "D2H"]
+            running.iterate(model, steps[-1])
+        for unit in modules.UNITS:
+            assert running.of_unit(last, unit, "B", reduction, "D2H") == ["B", reduction, "D2H"]
         reduced.append(steps)
-        assert_same(api.gradients(model), accumulated_gradients(plain, *reduced), bitwise=True)
+        values.assert_same(api.gradients(model), values.accumulated_gradients(plain, *reduced), bitwise=True)
     model.zero_grad()
-    iterate(model, 5)
-    assert_same(api.gradients(model), mean_gradients(plain, [5]), bitwise=True)
+    running.iterate(model, 5)
+    values.assert_same(api.gradients(model), values.mean_gradients(plain, [5]), bitwise=True)
 
 
 # --- clipping ---
 
 WITH_CLIPPING = [
-    *((api, strategy) for api in (WRAPPED, ORIGINALS) for strategy in (*FLAT_STRATEGIES, *HYBRID_STRATEGIES)),
-    *((FULLY_SHARD, strategy) for strategy in HYBRID_STRATEGIES),
+    (apis.WRAPPED, FULL_SHARD),
+    (apis.ORIGINALS, NO_SHARD),
+    (apis.ORIGINALS, HYBRID_SHARD),
+    (apis.FULLY_SHARD, HYBRID_SHARD_ZERO2),
 ]
 
 
@@ -274,14 +285,14 @@ WITH_CLIPPING = [
 @pytest.mark.cpu
 @pytest.mark.api_spec(wrapper=["OFF-04", "OFF-07"], fully_shard=["FS2-OFF-01", "FS2-SYNC-01", "FS2-OPT-03", "FS2-18"])
 @pytest.mark.parametrize("norm_type", [1.0, 2.0, float("inf")])
-@settings_of(*WITH_CLIPPING)
+@apis.settings_of(*WITH_CLIPPING)
 @ranks(4)
-def test_clipping_returns_the_right_norm_on_every_rank(api: Api, strategy: ShardingStrategy, norm_type: float) -> None:
-    plain, model = seeded(), api.shard(strategy=strategy, offload=True)
+def test_clipping_returns_the_right_norm_on_every_rank(api: Any, strategy: ShardingStrategy, norm_type: float) -> None:
+    plain, model = modules.seeded(), api.shard(strategy=strategy, offload=True)
     with api.no_sync(model):
-        iterate(model, 0)
-    iterate(model, 1)
-    for name, gradient in mean_gradients(plain, [0, 1]).items():
+        running.iterate(model, 0)
+    running.iterate(model, 1)
+    for name, gradient in values.mean_gradients(plain, [0, 1]).items():
         plain.get_parameter(name).grad = gradient
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3, norm_type)
     returned = api.clip(model, 0.3, norm_type)
@@ -290,19 +301,19 @@ def test_clipping_returns_the_right_norm_on_every_rank(api: Api, strategy: Shard
     assert all(torch.equal(each, returned) for each in all_ranks)
     torch.testing.assert_close(returned, expected)
     clipped = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    assert_same(api.gradients(model), clipped, bitwise=False)
+    values.assert_same(api.gradients(model), clipped, bitwise=False)
 
 
 @pytest.mark.accelerator
 @pytest.mark.spec("OFF-07")
 @ranks(2)
 def test_clipping_works_on_gradients_on_the_cpu() -> None:
-    model = WRAPPED.shard(offload=True)
-    iterate(model)
-    before = torch.cat([gradient.reshape(-1) for gradient in mean_gradients(seeded()).values()])
+    model = apis.WRAPPED.shard(offload=True)
+    running.iterate(model)
+    before = torch.cat([gradient.reshape(-1) for gradient in values.mean_gradients(modules.seeded()).values()])
     torch.testing.assert_close(model.clip_grad_norm_(0.1).cpu(), before.norm().cpu())
     assert {parameter.grad.device.type for parameter in model.parameters()} == {"cpu"}
-    after = torch.cat([gradient.reshape(-1) for gradient in WRAPPED.gradients(model).values()])
+    after = torch.cat([gradient.reshape(-1) for gradient in apis.WRAPPED.gradients(model).values()])
     torch.testing.assert_close(after.norm().cpu(), torch.tensor(0.1))
 
 
@@ -314,19 +325,19 @@ def test_clipping_works_on_gradients_on_the_cpu() -> None:
 @wrapper_settings
 @ranks(2)
 def test_state_dicts_of_offloaded_units_equal_those_of_other_units_and_can_be_loaded(
-    api: Api, strategy: ShardingStrategy, kind: StateDictType
+    api: Any, strategy: ShardingStrategy, kind: StateDictType
 ) -> None:
     model, other, again = (api.shard(strategy=strategy, offload=offload) for offload in (True, False, True))
     for each in (model, other, again):
         FullyShardedDataParallel.set_state_dict_type(each, kind)
     for each in (model, other):
-        iterate(each, 0, torch.optim.SGD(each.parameters(), lr=0.1))
+        running.iterate(each, 0, torch.optim.SGD(each.parameters(), lr=0.1))
     state, expected = model.state_dict(), other.state_dict()
     assert list(state) == list(expected)
     for name, value in expected.items():
         assert is_plain(state[name]) if is_plain(value) else type(state[name]) is type(value)
         assert state[name].shape == value.shape
     again.load_state_dict(state)
-    on_device = {name: value.to(device()) for name, value in full_values(again).items()}
-    assert_same(on_device, full_values(other), bitwise=True)
+    on_device = {name: value.to(device()) for name, value in api.values(again).items()}
+    values.assert_same(on_device, api.values(other), bitwise=True)
     assert {parameter.device.type for parameter in again.parameters()} == {"cpu"}

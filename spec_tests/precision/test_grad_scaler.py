@@ -10,19 +10,17 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 
 from spec_tests.harness import device, ranks
+from spec_tests.models import apis, running, values
 from spec_tests.models.modules import seeded
-from spec_tests.models.running import batch, iterate, loss_of
-from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, wrapped
-from spec_tests.models.values import assert_same, full_values, named
-from spec_tests.subject import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, ShardingStrategy
+from spec_tests.subject import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, ShardingStrategy
+
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
 
 pytestmark = pytest.mark.spec("MP-29")
 OPTIONS: list[dict[str, Any]] = [
-    {"sharding_strategy": FULL_SHARD},
-    {"sharding_strategy": FULL_SHARD, "use_orig_params": True},
-    {"sharding_strategy": FULL_SHARD, "cpu_offload": CPUOffload(offload_params=True)},
-    {"sharding_strategy": SHARD_GRAD_OP, "use_orig_params": True},
-    {"sharding_strategy": NO_SHARD},
+    {"strategy": FULL_SHARD, "offload": True},
+    {"strategy": SHARD_GRAD_OP, "use_orig_params": True},
+    {"strategy": NO_SHARD},
 ]
 
 
@@ -53,14 +51,18 @@ def seen_by_all(value: Any) -> list[Any]:
 @pytest.mark.parametrize("options", OPTIONS)
 @ranks(2)
 def test_non_finite_shard_makes_all_ranks_skip_step(options: dict[str, Any], planted_on: int, value: float) -> None:
-    model = wrapped(**options)
+    model = apis.WRAPPED.shard(**options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = make_scaler()
-    scaler.scale(loss_of(model(batch()))).backward()
+    scaler.scale(model(running.batch()).square().mean()).backward()
     if dist.get_rank() == planted_on:
         plant(model, value)
     scale = step_and_update(scaler, optimizer)
-    assert_same({name: each.to(device()) for name, each in full_values(model).items()}, named(seeded()), bitwise=True)
+    values.assert_same(
+        {name: each.to(device()) for name, each in apis.WRAPPED.values(model).items()},
+        values.named(seeded()),
+        bitwise=True,
+    )
     assert seen_by_all(scale) == [4.0, 4.0]
 
 
@@ -70,76 +72,76 @@ def test_without_an_infinity_all_ranks_step_as_without_a_scaler(options: dict[st
     trained = []
     # Scaling by a power of two only changes the exponent, so the results are bitwise equal.
     for scaler in (make_scaler(), make_scaler(enabled=False), None):
-        model = wrapped(**options)
+        model = apis.WRAPPED.shard(**options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             if scaler is None:
-                iterate(model, step, optimizer)
+                running.iterate(model, step, optimizer)
             else:
-                scaler.scale(loss_of(model(batch(step)))).backward()
+                scaler.scale(model(running.batch(step)).square().mean()).backward()
                 step_and_update(scaler, optimizer)
-        trained.append(full_values(model))
-    assert_same(trained[0], trained[2], bitwise=True)
-    assert_same(trained[1], trained[2], bitwise=True)
+        trained.append(apis.WRAPPED.values(model))
+    values.assert_same(trained[0], trained[2], bitwise=True)
+    values.assert_same(trained[1], trained[2], bitwise=True)
 
 
 @pytest.mark.parametrize("strategy", [FULL_SHARD, HYBRID_SHARD])
 @ranks(4)
 def test_all_ranks_skip_the_same_steps_and_have_the_same_scale(strategy: ShardingStrategy) -> None:
-    model = wrapped(sharding_strategy=strategy)
+    model = apis.WRAPPED.shard(strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = make_scaler(growth_interval=2, growth_factor=4.0, backoff_factor=0.25)
     scales = []
     for step in range(6):
-        before = full_values(model)["enter.weight"]
-        scaler.scale(loss_of(model(batch(step)))).backward()
+        before = apis.WRAPPED.values(model)["enter.weight"]
+        scaler.scale(model(running.batch(step)).square().mean()).backward()
         if step == 3 and dist.get_rank() == 3:
             plant(model)
         scales.append(step_and_update(scaler, optimizer))
-        moved = not torch.equal(full_values(model)["enter.weight"], before)
+        moved = not torch.equal(apis.WRAPPED.values(model)["enter.weight"], before)
         assert seen_by_all(moved) == [step != 3] * 4
     assert seen_by_all(scales) == [[8.0, 32.0, 32.0, 8.0, 8.0, 32.0]] * 4
 
 
 @ranks(2)
 def test_unscaled_gradients_can_be_clipped_before_the_step() -> None:
-    model, other, scaler = wrapped(), wrapped(), make_scaler()
+    model, other, scaler = apis.WRAPPED.shard(), apis.WRAPPED.shard(), make_scaler()
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (model, other)]
-    scaler.scale(loss_of(model(batch()))).backward()
+    scaler.scale(model(running.batch()).square().mean()).backward()
     scaler.unscale_(optimizers[0])
-    loss_of(other(batch())).backward()
+    other(running.batch()).square().mean().backward()
     assert torch.equal(model.clip_grad_norm_(0.1), other.clip_grad_norm_(0.1))
     scaler.step(optimizers[0])
     optimizers[1].step()
-    assert_same(full_values(model), full_values(other), bitwise=True)
+    values.assert_same(apis.WRAPPED.values(model), apis.WRAPPED.values(other), bitwise=True)
 
 
 @ranks(4)
 def test_only_ranks_of_the_scaler_group_agree_on_the_scale() -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     group = pairs[dist.get_rank() // 2]
-    model, scaler = wrapped(process_group=group), make_scaler(process_group=group)
+    model, scaler = apis.WRAPPED.shard(process_group=group), make_scaler(process_group=group)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler.scale(loss_of(model(batch()))).backward()
+    scaler.scale(model(running.batch()).square().mean()).backward()
     if dist.get_rank() == 3:
         plant(model)
     assert seen_by_all(step_and_update(scaler, optimizer)) == [8.0, 8.0, 4.0, 4.0]
 
 
 @pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 @ranks(2)
 def test_overflowing_scale_backs_off_until_training_continues(strategy: ShardingStrategy, keep: bool) -> None:
     precision = MixedPrecision(param_dtype=torch.float16, keep_low_precision_grads=keep)
-    model = wrapped(sharding_strategy=strategy, mixed_precision=precision)
+    model = apis.WRAPPED.shard(strategy=strategy, mixed_precision=precision)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     scaler = make_scaler(init_scale=2.0**20, backoff_factor=0.25)
     moved = []
     for _ in range(6):
-        before = full_values(model)
-        scaler.scale(loss_of(model(batch()).float())).backward()
+        before = apis.WRAPPED.values(model)
+        scaler.scale((model(running.batch()).float()).square().mean()).backward()
         step_and_update(scaler, optimizer)
-        after = full_values(model)
+        after = apis.WRAPPED.values(model)
         assert all(value.isfinite().all() for value in after.values())
         moved.append(not torch.equal(after["enter.weight"], before["enter.weight"]))
     assert (moved[0], moved[-1]) == (False, True)

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 
 from spec_tests.harness import device, ranks
-from spec_tests.models.apis import Api, both_apis, wrapper_apis
+from spec_tests.models import apis
 from spec_tests.models.modules import Scale
 from spec_tests.oracles.tolerance import tolerance
 from spec_tests.subject import ShardedGradScaler
 
 
-def with_gradients(api: Api, value: float, precision: dict[str, Any]) -> Any:
+def with_gradients(api: Any, value: float, precision: dict[str, Any]) -> Any:
     """A model whose 16 gradients all are ``value``."""
     model = api.shard(Scale(16).to(device()), precision=precision)
     model(torch.full((16,), value, device=device())).sum().backward()
@@ -26,10 +26,10 @@ def with_gradients(api: Api, value: float, precision: dict[str, Any]) -> Any:
 @pytest.mark.spec("CLIP-02", "CLIP-03", "MP-12")
 @pytest.mark.parametrize("value", [30_000.0, 2.0**-14])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@wrapper_apis
+@apis.wrapper_apis
 @ranks(2)
 def test_gradients_that_are_kept_in_low_precision_have_their_norm_and_are_clipped(
-    api: Api, dtype: torch.dtype, value: float
+    api: Any, dtype: torch.dtype, value: float
 ) -> None:
     model = with_gradients(api, value, {"param_dtype": dtype, "keep_low_precision_grads": True})
     norm = 4 * torch.tensor(value).to(dtype).item()
@@ -46,9 +46,9 @@ def test_gradients_that_are_kept_in_low_precision_have_their_norm_and_are_clippe
 
 @pytest.mark.spec("MP-05", "FS2-MP-03")
 @pytest.mark.parametrize("value", [40_000.0, 65_504.0, 2.0**-23])
-@both_apis
+@apis.both_apis
 @ranks(2)
-def test_a_mean_in_float16_does_not_leave_its_range_in_between(api: Api, value: float) -> None:
+def test_a_mean_in_float16_does_not_leave_its_range_in_between(api: Any, value: float) -> None:
     """The sum of both ranks' gradients is above the largest float16; half of the smallest one is 2**-24."""
     model = with_gradients(api, value, {"param_dtype": torch.float16, "reduce_dtype": torch.float16})
     gradient = api.gradients(model)["weight"]
@@ -57,9 +57,9 @@ def test_a_mean_in_float16_does_not_leave_its_range_in_between(api: Api, value: 
 
 
 @pytest.mark.spec("MP-29")
-@wrapper_apis
+@apis.wrapper_apis
 @ranks(2)
-def test_a_scaler_keeps_gradients_that_float16_rounds_to_zero(api: Api) -> None:
+def test_a_scaler_keeps_gradients_that_float16_rounds_to_zero(api: Any) -> None:
     model = api.shard(Scale(16).to(device()), precision={"param_dtype": torch.float16})
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = ShardedGradScaler(device().type, init_scale=2.0**16)

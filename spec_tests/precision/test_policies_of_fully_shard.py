@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from spec_tests.harness import device, ranks
-from spec_tests.models.modules import WIDTH, seeded
+from spec_tests.models.modules import seeded
 from spec_tests.models.probes import ones, probes
 from spec_tests.subject import MixedPrecisionPolicy, fully_shard
 
@@ -80,7 +80,7 @@ class Nested(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.Linear(6, 6)
 
     def forward(self, x: Tensor, index: Tensor) -> dict[str, Any]:
         y = self.linear(x)

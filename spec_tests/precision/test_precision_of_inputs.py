@@ -9,17 +9,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.harness import device, ranks
-from spec_tests.models.apis import FULLY_SHARD, ORIGINALS, WRAPPED, Api, both_apis, every_setting, name_of
+from spec_tests.harness import ranks
+from spec_tests.models import apis, probes
 from spec_tests.models.modules import seeded
-from spec_tests.models.probes import Probe, expected_gradients, nested_inputs, ones, probes
-from spec_tests.models.running import batch, loss_of
+from spec_tests.models.running import batch
 from spec_tests.models.values import assert_same
+from spec_tests.subject import ShardingStrategy
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
-def assert_seen(probe: Probe, *, is_cast: bool) -> None:
+def assert_seen(probe: probes.Probe, *, is_cast: bool) -> None:
     """The dtypes of `nested_inputs` inside the probe's forward."""
     found = [probe.seen[key] for key in ("x", "args", "kwargs")]
     assert found == ([BF16, [BF16, BF16], [BF16, BF16]] if is_cast else [FP32, [FP64, FP32], [FP32, FP16]])
@@ -28,30 +28,28 @@ def assert_seen(probe: Probe, *, is_cast: bool) -> None:
 # --- the root ---
 
 LOW, ONLY_REDUCED = {"param_dtype": BF16}, {"reduce_dtype": BF16}
-ROOTS: list[tuple[Api, dict[str, Any], bool]] = [
-    (WRAPPED, LOW, True),
-    (ORIGINALS, LOW, True),
-    (FULLY_SHARD, LOW, True),
-    (WRAPPED, ONLY_REDUCED | {"cast_forward_inputs": True}, False),
-    (ORIGINALS, ONLY_REDUCED, False),
-    (FULLY_SHARD, ONLY_REDUCED, False),
-    (FULLY_SHARD, LOW | {"cast_forward_inputs": False}, False),
-    (WRAPPED, LOW | {"cast_root_forward_inputs": True, "cast_forward_inputs": True}, True),
-    (WRAPPED, LOW | {"cast_root_forward_inputs": True, "cast_forward_inputs": False}, True),
-    (WRAPPED, LOW | {"cast_root_forward_inputs": False, "cast_forward_inputs": True}, False),
-    (ORIGINALS, LOW | {"cast_root_forward_inputs": False, "cast_forward_inputs": False}, False),
+ROOTS: list[tuple[Any, dict[str, Any], bool]] = [
+    (apis.WRAPPED, LOW, True),
+    (apis.FULLY_SHARD, LOW, True),
+    (apis.WRAPPED, ONLY_REDUCED | {"cast_forward_inputs": True}, False),
+    (apis.ORIGINALS, ONLY_REDUCED, False),
+    (apis.FULLY_SHARD, ONLY_REDUCED, False),
+    (apis.FULLY_SHARD, LOW | {"cast_forward_inputs": False}, False),
+    (apis.WRAPPED, LOW | {"cast_root_forward_inputs": True, "cast_forward_inputs": False}, True),
+    (apis.WRAPPED, LOW | {"cast_root_forward_inputs": False, "cast_forward_inputs": True}, False),
+    (apis.ORIGINALS, LOW | {"cast_root_forward_inputs": False, "cast_forward_inputs": False}, False),
 ]
 
 
 @pytest.mark.api_spec(wrapper=["MP-14", "MP-15"], fully_shard=["FS2-MP-05", "MIG-10"])
-@pytest.mark.parametrize(("api", "precision", "is_cast"), ROOTS, ids=name_of)
+@pytest.mark.parametrize(("api", "precision", "is_cast"), ROOTS, ids=apis.name_of)
 @ranks(2)
 def test_root_casts_its_inputs_by_default_and_with_the_option(
-    api: Api, precision: dict[str, Any], is_cast: bool
+    api: Any, precision: dict[str, Any], is_cast: bool
 ) -> None:
-    probe = Probe().to(device())
+    probe = probes.probes(1)[0]
     model = api.unit(probe, precision=precision)
-    args, kwargs = nested_inputs()
+    args, kwargs = probes.nested_inputs()
     for gradients in (True, False):
         with torch.set_grad_enabled(gradients):
             model(*args, **kwargs)
@@ -60,35 +58,39 @@ def test_root_casts_its_inputs_by_default_and_with_the_option(
 
 
 @pytest.mark.api_spec(wrapper=["MP-14"])
-@both_apis
+@apis.both_apis
 @ranks(2)
-def test_a_root_without_parameters_of_its_own_casts_its_inputs_too(api: Api) -> None:
-    inner = probes()
-    api.shard(inner, unit_classes=(Probe,), precision={"param_dtype": BF16})(ones())
+def test_a_root_without_parameters_of_its_own_casts_its_inputs_too(api: Any) -> None:
+    inner = probes.probes()
+    api.shard(inner, unit_classes=(probes.Probe,), precision={"param_dtype": BF16})(probes.ones())
     assert inner[0].seen["x"] is BF16
 
 
 @pytest.mark.api_spec(wrapper=["MP-14"], fully_shard=["FS2-MP-05"])
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@every_setting
+@apis.settings_of(
+    (apis.WRAPPED, ShardingStrategy.FULL_SHARD),
+    (apis.ORIGINALS, ShardingStrategy.NO_SHARD),
+    (apis.FULLY_SHARD, ShardingStrategy.FULL_SHARD),
+)
 @ranks(2)
 def test_a_root_that_is_recomputed_in_backward_casts_its_inputs_again(
-    api: Api, strategy: Any, use_reentrant: bool
+    api: Any, strategy: Any, use_reentrant: bool
 ) -> None:
     model = api.shard(strategy=strategy, precision={"param_dtype": BF16})
     x = batch().requires_grad_()
-    loss_of(checkpoint(model, x, use_reentrant=use_reentrant)).backward()
-    assert_same(api.gradients(model), expected_gradients(BF16, BF16), bitwise=True)
+    checkpoint(model, x, use_reentrant=use_reentrant).square().mean().backward()
+    assert_same(api.gradients(model), probes.expected_gradients(BF16, BF16), bitwise=True)
 
 
 @pytest.mark.api_spec(wrapper=["MP-14"], fully_shard=["FS2-MP-05"])
-@both_apis
+@apis.both_apis
 @ranks(2)
-def test_the_gradient_of_a_cast_input_has_the_dtype_of_the_input(api: Api) -> None:
+def test_the_gradient_of_a_cast_input_has_the_dtype_of_the_input(api: Any) -> None:
     x = batch().requires_grad_()
-    loss_of(api.shard(precision={"param_dtype": BF16})(x)).backward()
+    (api.shard(precision={"param_dtype": BF16})(x)).square().mean().backward()
     plain, low = seeded().bfloat16(), batch().bfloat16().requires_grad_()
-    loss_of(plain(low)).backward()
+    plain(low).square().mean().backward()
     assert x.grad.dtype is FP32
     assert torch.equal(x.grad, low.grad.float())
 
@@ -101,30 +103,30 @@ class Calls(nn.Module):
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
-        self.own, self.inner = nn.Parameter(ones(1)), inner
+        self.own, self.inner = nn.Parameter(probes.ones(1)), inner
 
     def forward(self, args: Any, kwargs: Any) -> Tensor:
         return self.inner(*args, **kwargs) * self.own
 
 
-INNER: list[tuple[Api, dict[str, Any], bool]] = [
-    (FULLY_SHARD, {}, True),
-    (FULLY_SHARD, {"cast_forward_inputs": False}, False),
-    (WRAPPED, {}, False),
-    (WRAPPED, {"cast_forward_inputs": True, "cast_root_forward_inputs": False}, True),
-    (ORIGINALS, {"cast_forward_inputs": True, "cast_root_forward_inputs": True}, True),
-    (ORIGINALS, {"cast_forward_inputs": False, "cast_root_forward_inputs": True}, False),
+INNER: list[tuple[Any, dict[str, Any], bool]] = [
+    (apis.FULLY_SHARD, {}, True),
+    (apis.FULLY_SHARD, {"cast_forward_inputs": False}, False),
+    (apis.WRAPPED, {}, False),
+    (apis.WRAPPED, {"cast_forward_inputs": True, "cast_root_forward_inputs": False}, True),
+    (apis.ORIGINALS, {"cast_forward_inputs": True, "cast_root_forward_inputs": True}, True),
+    (apis.ORIGINALS, {"cast_forward_inputs": False, "cast_root_forward_inputs": True}, False),
 ]
 
 
 @pytest.mark.api_spec(wrapper=["MP-13", "MP-16"], fully_shard=["FS2-MP-05"])
-@pytest.mark.parametrize(("api", "options", "is_cast"), INNER, ids=name_of)
+@pytest.mark.parametrize(("api", "options", "is_cast"), INNER, ids=apis.name_of)
 @ranks(2)
-def test_inner_unit_casts_inputs_only_with_option(api: Api, options: dict[str, Any], is_cast: bool) -> None:
-    probe = Probe().to(device())
+def test_inner_unit_casts_inputs_only_with_option(api: Any, options: dict[str, Any], is_cast: bool) -> None:
+    probe = probes.probes(1)[0]
     # The root has another precision and casts nothing, so only the inner unit can cast.
     model = api.unit(Calls(api.unit(probe, precision={"param_dtype": BF16, **options})))
-    args, kwargs = nested_inputs()
+    args, kwargs = probes.nested_inputs()
     for _ in range(2):
         model(args, kwargs).sum().backward()
         assert probe.seen["weight"] is BF16
@@ -137,14 +139,18 @@ def test_inner_unit_casts_inputs_only_with_option(api: Api, options: dict[str, A
 
 @pytest.mark.api_spec(wrapper=["MP-17"], fully_shard=["FS2-MP-05"])
 @pytest.mark.parametrize("is_root", [True, False])
-@both_apis
+@apis.both_apis
 @ranks(2)
-def test_only_floating_point_inputs_are_cast(api: Api, is_root: bool) -> None:
+def test_only_floating_point_inputs_are_cast(api: Any, is_root: bool) -> None:
     others = [torch.int64, torch.bool, torch.uint8, torch.complex64]
-    probe = Probe().to(device())
+    probe = probes.probes(1)[0]
     model = api.unit(probe, precision={"param_dtype": BF16, "cast_forward_inputs": True})
-    args = (ones(), [ones(2).to(dtype) for dtype in others], ones(3))
-    kwargs = {"mask": ones(2).bool(), "tokens": [ones(2).long()], "x2": ones(4)}
+    args = (probes.ones(), [probes.ones(2).to(dtype) for dtype in others], probes.ones(3))
+    kwargs = {
+        "mask": probes.ones(2).bool(),
+        "tokens": [probes.ones(2).long()],
+        "x2": probes.ones(4),
+    }
     if is_root:
         model(*args, **kwargs)
     else:

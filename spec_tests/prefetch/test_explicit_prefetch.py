@@ -15,13 +15,11 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spec_tests import subject
 from spec_tests.harness import device, ranks
+from spec_tests.models import apis, running
 from spec_tests.models.modules import seeded
-from spec_tests.models.running import Watch, batch, iterate, loss_of, recorded_iteration, said
-from spec_tests.models.sharding import sharded
-from spec_tests.models.values import assert_same, full_gradients
-from spec_tests.subject import trace
+from spec_tests.models.values import assert_same
+from spec_tests.subject import fully_shard, trace
 
 
 def ahead(model: Any, num: int) -> Any:
@@ -34,7 +32,7 @@ def ahead(model: Any, num: int) -> Any:
 
 
 def words_of(model: nn.Module, step: int = 0) -> list[str]:
-    return recorded_iteration(model, step).split()
+    return running.recorded_iteration(model, step).split()
 
 
 # --- the copy-out ---
@@ -56,11 +54,11 @@ class Order(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def order_of_a_forward(library: Any) -> list[str]:
+def order_of_a_forward(shard: Any) -> list[str]:
     model = nn.Sequential(*(nn.Linear(4, 4, device=device()) for _ in range(3)))
     for layer in model:
-        library.fully_shard(layer)
-    library.fully_shard(model)
+        shard(layer)
+    shard(model)
     model[0].set_modules_to_forward_prefetch([model[1]])
     model[1].set_modules_to_forward_prefetch([model[2]])
     x = torch.ones(2, 4, device=device())
@@ -76,7 +74,7 @@ def order_of_a_forward(library: Any) -> list[str]:
 def test_forward_prefetches_after_its_own_copy_out() -> None:
     """Otherwise the buffer of the prefetched all-gather is allocated before the own buffer is freed."""
     expected = ["all-gather", "copy-out", "all-gather", "copy-out", "all-gather", "copy-out"]
-    assert order_of_a_forward(subject) == order_of_a_forward(torch_fsdp) == expected
+    assert order_of_a_forward(fully_shard) == order_of_a_forward(torch_fsdp.fully_shard) == expected
 
 
 # --- implicit ---
@@ -85,9 +83,9 @@ def test_forward_prefetches_after_its_own_copy_out() -> None:
 @pytest.mark.spec("FS2-PREF-02")
 @ranks(2)
 def test_unit_used_twice_is_prefetched_twice_in_that_order() -> None:
-    model = sharded()
+    model = apis.FULLY_SHARD.shard()
     for _ in range(2):
-        loss = loss_of(model(batch(), order=(0, 1, 2, 0)))
+        loss = model(running.batch(), order=(0, 1, 2, 0)).square().mean()
         with trace.record() as recorder:
             loss.backward()
         words = [event.kind + (event.unit.removeprefix("blocks.") or "R") for event in recorder.events]
@@ -101,9 +99,9 @@ def test_unit_used_twice_is_prefetched_twice_in_that_order() -> None:
 @pytest.mark.spec("FS2-PREF-03", "FS2-PREF-04", "MIG-13")
 @ranks(2)
 def test_full_iteration_prefetching_two_units() -> None:
-    model = ahead(sharded(), 2)
+    model = ahead(apis.FULLY_SHARD.shard(), 2)
     for step in range(3):
-        assert recorded_iteration(model, step) == (
+        assert running.recorded_iteration(model, step) == (
             "AGR AG0 AG1 AG2 F0 FREE0 AG3 F1 FREE1 F2 FREE2 F3 FREE3 keepR | "
             "AG3 B3 AG2 AG1 FREE3 RS3 B2 AG0 FREE2 RS2 B1 FREE1 RS1 B0 FREE0 RS0 FREER RSR"
         )
@@ -113,18 +111,18 @@ def test_full_iteration_prefetching_two_units() -> None:
 @pytest.mark.parametrize("trains", [True, False])
 @ranks(2)
 def test_forward_prefetch_list_is_issued_in_order_before_the_layer_runs(trains: bool) -> None:
-    model = sharded()
+    model = apis.FULLY_SHARD.shard()
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2], model.blocks[1]])
     with trace.record() as recorder, torch.set_grad_enabled(trains):
-        model(batch())
-    words = said(recorder.events).split()
+        model(running.batch())
+    words = running.said(recorder.events).split()
     assert words[: words.index("F0") + 1] == ["AGR", "AG0", "AG2", "AG1", "F0"]
 
 
 @pytest.mark.spec("FS2-PREF-04")
 @ranks(2)
 def test_backward_prefetch_list_replaces_implicit_prefetch_and_empty_list_restores_it() -> None:
-    model = sharded()
+    model = apis.FULLY_SHARD.shard()
     model.blocks[3].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[2]])
     words = words_of(model)
     assert words[words.index("B3") :][:5] == ["B3", "AG1", "AG2", "FREE3", "RS3"]
@@ -136,7 +134,7 @@ def test_backward_prefetch_list_replaces_implicit_prefetch_and_empty_list_restor
 @pytest.mark.spec("FS2-PREF-03")
 @ranks(2)
 def test_root_may_prefetch_its_first_blocks() -> None:
-    model = sharded()
+    model = apis.FULLY_SHARD.shard()
     model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
     words = words_of(model)
     assert words[: words.index("F1")] == ["AGR", "AG0", "AG1", "F0", "FREE0"]
@@ -147,15 +145,15 @@ def test_root_may_prefetch_its_first_blocks() -> None:
 @ranks(2)
 def test_expected_number_of_blocks_is_in_memory_during_each_computation(num_ahead: int | None) -> None:
     plain = seeded()
-    watch = Watch(plain)
+    watch = running.Watch(plain)
     alive: dict[str, list[str]] = {}
     watch.in_forward = lambda unit: alive.update({f"F {unit}": watch.alive_blocks()})
     watch.in_backward = lambda unit: alive.update({f"B {unit}": watch.alive_blocks()})
-    model = sharded(plain)
+    model = apis.FULLY_SHARD.shard(plain)
     if num_ahead is not None:
         ahead(model, num_ahead)
-    iterate(model)
-    iterate(model, 1)
+    running.iterate(model)
+    running.iterate(model, 1)
     for index in range(4):
         assert alive[f"F blocks.{index}"][:1] == [f"blocks.{index}"]
         assert len(alive[f"F blocks.{index}"]) <= 1 + (num_ahead or 0)
@@ -168,20 +166,20 @@ def test_expected_number_of_blocks_is_in_memory_during_each_computation(num_ahea
 @ranks(2)
 def test_manually_unsharded_root_is_not_all_gathered_again() -> None:
     for asynchronous in (False, True):
-        model = sharded()
+        model = apis.FULLY_SHARD.shard()
         for step in range(2):
             with trace.record() as recorder:
                 model.unshard(async_op=asynchronous)
-                loss = iterate(model, step)
+                loss = running.iterate(model, step)
             assert recorder.order("AG")[0] == "AG"
             assert recorder.order("AG").count("AG") == 1
-            assert loss == iterate(sharded(), step)
+            assert loss == running.iterate(apis.FULLY_SHARD.shard(), step)
 
 
 @pytest.mark.spec("FS2-PREF-06", "FS2-20")
 @ranks(2)
 def test_forward_may_prefetch_blocks_manually() -> None:
-    model = sharded()
+    model = apis.FULLY_SHARD.shard()
     for index in range(3):
         following = model.blocks[index + 1]
         model.blocks[index].linear.register_forward_pre_hook(
@@ -194,7 +192,7 @@ def test_forward_may_prefetch_blocks_manually() -> None:
 @pytest.mark.spec("FS2-PREF-07")
 @ranks(2)
 def test_prefetch_list_accepts_only_fsdp_modules() -> None:
-    model = sharded()
+    model = apis.FULLY_SHARD.shard()
     for wrong in (nn.Linear(2, 2), "blocks.1", None, model.enter):
         for setter in (model.set_modules_to_forward_prefetch, model.set_modules_to_backward_prefetch):
             with pytest.raises(ValueError, match="FSDPModule"):
@@ -217,12 +215,12 @@ SETTINGS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("setting", SETTINGS)
 @ranks(2)
 def test_prefetch_settings_do_not_change_results_also_for_blocks_that_do_not_run(setting: str) -> None:
-    model, usual = sharded(), sharded()
+    model, usual = apis.FULLY_SHARD.shard(), apis.FULLY_SHARD.shard()
     SETTINGS[setting](model)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, usual)]
     for step, order in enumerate(((0, 1, 2, 3), (0, 1, 2), (3,), (0, 3))):
-        assert iterate(model, step, order=order) == iterate(usual, step, order=order)
-        assert_same(full_gradients(model), full_gradients(usual))
+        assert running.iterate(model, step, order=order) == running.iterate(usual, step, order=order)
+        assert_same(apis.FULLY_SHARD.gradients(model), apis.FULLY_SHARD.gradients(usual))
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -232,7 +230,7 @@ def test_prefetch_settings_do_not_change_results_also_for_blocks_that_do_not_run
 @pytest.mark.proof("order only")
 @ranks(2)
 def test_explicit_all_gather_is_issued_one_layer_earlier() -> None:
-    implicit, explicit = words_of(sharded()), words_of(ahead(sharded(), 1))
+    implicit, explicit = words_of(apis.FULLY_SHARD.shard()), words_of(ahead(apis.FULLY_SHARD.shard(), 1))
     for index in range(1, 4):
         assert implicit.index(f"AG{index}") > implicit.index(f"F{index - 1}")
         assert explicit.index(f"AG{index}") < explicit.index(f"F{index - 1}")

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from spec_tests.harness import ranks
-from spec_tests.models.running import batch, loss_of, said
-from spec_tests.models.sharding import wrapped
+from spec_tests.models import apis
+from spec_tests.models.running import batch, said
 from spec_tests.subject import FullyShardedDataParallel, trace
 
 AHEAD = "AG0 AG1 F0 AG2 F1 AG3 F2 F3"
@@ -20,7 +20,7 @@ AHEAD = "AG0 AG1 F0 AG2 F1 AG3 F2 F3"
 def step(model: nn.Module, order: Sequence[int] = (0, 1, 2, 3)) -> str:
     """The all-gathers and forwards of the blocks in one iteration, which runs the blocks in this order."""
     with trace.record() as recorder:
-        loss = loss_of(model(batch(), order=order))
+        loss = model(batch(), order=order).square().mean()
     loss.backward()
     words = said(recorder.events).split()
     return " ".join(word for word in words if not word.startswith("FREE") and word != "AGR")
@@ -29,7 +29,7 @@ def step(model: nn.Module, order: Sequence[int] = (0, 1, 2, 3)) -> str:
 @pytest.mark.spec("PREF-12")
 @ranks(2)
 def test_order_of_the_first_iteration_stays_permanently() -> None:
-    model = wrapped(forward_prefetch=True)
+    model = apis.WRAPPED.shard(forward_prefetch=True)
     step(model)
     with pytest.warns(UserWarning, match="runs where"):
         step(model, (3, 2, 1, 0))
@@ -39,7 +39,7 @@ def test_order_of_the_first_iteration_stays_permanently() -> None:
 @pytest.mark.spec("PREF-12")
 @ranks(2)
 def test_an_evaluation_records_and_prefetches_nothing() -> None:
-    model = wrapped(forward_prefetch=True)
+    model = apis.WRAPPED.shard(forward_prefetch=True)
     for is_recorded in (False, True):
         with torch.no_grad(), trace.record() as recorder:
             model(batch(), order=(3, 2, 1, 0))
@@ -52,7 +52,7 @@ def test_an_evaluation_records_and_prefetches_nothing() -> None:
 @pytest.mark.parametrize("moment", ["in the first iteration", "later"])
 @ranks(2)
 def test_an_iteration_that_an_exception_ends_leaves_no_order_and_no_position(moment: str) -> None:
-    model = wrapped(forward_prefetch=True)
+    model = apis.WRAPPED.shard(forward_prefetch=True)
     if moment == "later":
         step(model)
     with pytest.raises(IndexError, match="out of range"):
@@ -64,7 +64,7 @@ def test_an_iteration_that_an_exception_ends_leaves_no_order_and_no_position(mom
 @pytest.mark.spec("PREF-12")
 @ranks(2)
 def test_a_forward_with_summoned_parameters_records_nothing() -> None:
-    model = wrapped(forward_prefetch=True)
+    model = apis.WRAPPED.shard(forward_prefetch=True)
     with FullyShardedDataParallel.summon_full_params(model):
         model(batch(), order=(3, 2, 1, 0))
     step(model)
@@ -80,7 +80,7 @@ def test_a_forward_with_summoned_parameters_records_nothing() -> None:
 )
 @ranks(2)
 def test_unit_called_twice_keeps_the_successor_of_its_first_call(order: Sequence[int], expected: str) -> None:
-    model = wrapped(forward_prefetch=True)
+    model = apis.WRAPPED.shard(forward_prefetch=True)
     step(model, order)
     assert step(model, order) == expected
 
@@ -98,7 +98,7 @@ def test_unit_called_twice_keeps_the_successor_of_its_first_call(order: Sequence
 def test_another_order_or_a_new_unit_gives_one_warning_with_both_names(
     first: Sequence[int], later: Sequence[int], message: str
 ) -> None:
-    model = wrapped(forward_prefetch=True)
+    model = apis.WRAPPED.shard(forward_prefetch=True)
     step(model, first)
     with pytest.warns(UserWarning, match=message) as caught:
         step(model, later)

@@ -18,10 +18,9 @@ import torch
 
 from minifsdp.engine import lifetime
 from spec_tests.harness import ranks
+from spec_tests.models import apis, running
 from spec_tests.models.modules import seeded
-from spec_tests.models.running import Watch, batch, iterate, said
-from spec_tests.models.sharding import wrapped
-from spec_tests.models.values import assert_same, full_values
+from spec_tests.models.values import assert_same
 from spec_tests.subject import BackwardPrefetch, FullyShardedDataParallel, trace
 
 
@@ -58,11 +57,11 @@ def slow_device() -> Iterator[tuple[list[int], list[int]]]:
 @pytest.mark.spec("LIM-01", "LIM-02")
 @ranks(2)
 def test_by_default_the_third_all_gather_waits_for_the_oldest_release() -> None:
-    model = wrapped()
+    model = apis.WRAPPED.shard()
     assert {unit.limit_all_gathers for unit in FullyShardedDataParallel.fsdp_modules(model)} == {True}
     with slow_device() as (_, waited_for), trace.record() as recorder, torch.no_grad():
-        model(batch())
-    assert said(recorder.events, waits=True) == (
+        model(running.batch())
+    assert running.said(recorder.events, waits=True) == (
         "AGR AG0 F0 FREE0 AG1 F1 FREE1 WAIT2 AG2 F2 FREE2 WAIT3 AG3 F3 FREE3"
     )  # fmt: skip
     assert waited_for == [0, 1], "the releases of blocks 0 and 1"
@@ -76,12 +75,12 @@ def test_forward_uses_memory_of_at_most_two_units_with_the_limit_and_of_all_unit
 ) -> None:
     """Counts the unsharded blocks, and the resharded blocks whose memory the device has not released yet."""
     plain = seeded()
-    watch = Watch(plain)
-    model = wrapped(plain, limit_all_gathers=limit)
+    watch = running.Watch(plain)
+    model = apis.WRAPPED.shard(plain, limit_all_gathers=limit)
     found: list[int] = []
     watch.in_forward = lambda unit: found.append(len(watch.alive_blocks()) + len(in_use)) if unit else None
     with slow_device() as (in_use, _):
-        iterate(model)
+        running.iterate(model)
     assert found == expected
 
 
@@ -91,7 +90,7 @@ def test_forward_uses_memory_of_at_most_two_units_with_the_limit_and_of_all_unit
 @ranks(2)
 def test_all_gather_leaves_at_most_one_open_release(prefetch: BackwardPrefetch | None, forward_prefetch: bool) -> None:
     """One pending release and one unsharded unit count as two units in use, in forward and in backward."""
-    model = wrapped(backward_prefetch=prefetch, forward_prefetch=forward_prefetch)
+    model = apis.WRAPPED.shard(backward_prefetch=prefetch, forward_prefetch=forward_prefetch)
     open_releases: list[int] = []
     with slow_device() as (in_use, _), trace.record() as recorder:
         begin = recorder.begin
@@ -103,48 +102,38 @@ def test_all_gather_leaves_at_most_one_open_release(prefetch: BackwardPrefetch |
 
         with mock.patch.object(trace.Recorder, "begin", lambda self, *args, **rest: looking(*args, **rest)):
             for step in range(3):
-                iterate(model, step)
+                running.iterate(model, step)
     assert max(open_releases) == 1
 
 
 @pytest.mark.spec("LIM-02", "NEW-15")
 @ranks(2)
 def test_a_forward_after_an_error_waits_for_no_release_of_the_failed_one() -> None:
-    model = wrapped()
+    model = apis.WRAPPED.shard()
     with slow_device() as (in_use, waited_for):
         with pytest.raises(IndexError, match="out of range"):
-            model(batch(), order=(0, 1, 2, 9))
+            model(running.batch(), order=(0, 1, 2, 9))
         failed = set(in_use)
         assert failed, "the failed forward has released units"
         with torch.no_grad():
-            model(batch())
+            model(running.batch())
         assert failed.isdisjoint(waited_for)
 
 
 # --- without the limit ---
 
 
-@pytest.mark.spec("LIM-03")
+@pytest.mark.spec("LIM-03", "LIM-05")
 @ranks(2)
-def test_without_the_limit_the_cpu_never_waits() -> None:
-    model = wrapped(limit_all_gathers=False)
-    with slow_device() as (_, waited_for), trace.record() as recorder:
-        for step in range(2):
-            iterate(model, step)
-    assert recorder.count("WAIT") == 0
-    assert waited_for == []
-    assert recorder.count("AG") == 18
-
-
-@pytest.mark.spec("LIM-05")
-@ranks(2)
-def test_limiter_does_not_change_results() -> None:
+def test_without_the_limit_the_cpu_never_waits_and_the_results_are_the_same() -> None:
     results = []
     for limit_all_gathers in (True, False):
-        model = wrapped(limit_all_gathers=limit_all_gathers)
+        model = apis.WRAPPED.shard(limit_all_gathers=limit_all_gathers)
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-        with slow_device():
+        with slow_device() as (_, waited_for), trace.record() as recorder:
             for step in range(3):
-                iterate(model, step, optimizer)
-        results.append(full_values(model))
+                running.iterate(model, step, optimizer)
+        assert (recorder.count("WAIT") > 0) is bool(waited_for) is limit_all_gathers
+        assert recorder.count("AG") == 27
+        results.append(apis.WRAPPED.values(model))
     assert_same(*results, bitwise=True)

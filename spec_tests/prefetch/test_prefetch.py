@@ -16,16 +16,16 @@ from minifsdp.engine import collectives
 from minifsdp.engine.comm_streams import CommStream
 from minifsdp.engine.events import events
 from spec_tests.harness import ranks
-from spec_tests.models.apis import Api, both_apis
+from spec_tests.models import apis
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import Watch, backward_words, iterate
 from spec_tests.subject import trace
 
 
 @pytest.mark.api_spec(wrapper=["PREF-02", "PREF-09"], fully_shard=["FS2-PREF-02"])
-@both_apis
+@apis.both_apis
 @ranks(2)
-def test_pre_prefetch_all_gathers_before_current_gradients(api: Api) -> None:
+def test_pre_prefetch_all_gathers_before_current_gradients(api: Any) -> None:
     plain = seeded()
     watch = Watch(plain)
     watch.in_backward = lambda unit: events.recorder.begin("GRAD", unit) and None
@@ -38,10 +38,10 @@ def test_pre_prefetch_all_gathers_before_current_gradients(api: Api) -> None:
 
 @pytest.mark.api_spec(wrapper=["PREF-08"], fully_shard=["FS2-PREF-02"])
 @pytest.mark.parametrize("orders", [[(2, 0, 3, 1)], [(0, 1, 2, 3), (3, 1, 0, 2)], [(1, 2), (3, 0, 2)]])
-@both_apis
+@apis.both_apis
 @ranks(2)
 def test_backward_prefetch_follows_the_reverse_forward_order_of_this_iteration(
-    api: Api, orders: Sequence[Sequence[int]]
+    api: Any, orders: Sequence[Sequence[int]]
 ) -> None:
     model = api.shard()
     for step, order in enumerate(orders):
@@ -79,9 +79,9 @@ def lanes_of_collectives() -> Iterator[set[tuple[str, str]]]:
 
 
 @pytest.mark.api_spec(wrapper=["PREF-14"], fully_shard=["FS2-PREF-01"])
-@both_apis
+@apis.both_apis
 @ranks(2)
-def test_collectives_are_issued_on_labelled_comm_streams(api: Api) -> None:
+def test_collectives_are_issued_on_labelled_comm_streams(api: Any) -> None:
     """Checks the actual stream too: a label alone could be right even if everything ran on the compute stream."""
     model = api.shard()
     iterate(model)

@@ -10,16 +10,11 @@ import pytest
 import torch
 
 from spec_tests.harness import device, ranks
-from spec_tests.models.running import iterate, recorded_iteration, said
-from spec_tests.models.sharding import (
-    FLAT_STRATEGIES,
-    HYBRID_SHARD,
-    HYBRID_SHARD_ZERO2,
-    NO_SHARD,
-    SHARD_GRAD_OP,
-    wrapped,
-)
+from spec_tests.models import apis, running
+from spec_tests.models.sharding import wrapped
 from spec_tests.subject import BackwardPrefetch, ShardingStrategy, trace
+
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
 
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 
@@ -38,42 +33,42 @@ KEPT_BACKWARD = "B3 FREE3 RS3 B2 FREE2 RS2 B1 FREE1 RS1 B0 FREE0 RS0 FREER RSR"
 @pytest.mark.parametrize("prefetch", [PRE, POST, None])
 @ranks(2)
 def test_full_iteration_of_full_shard(prefetch: BackwardPrefetch | None) -> None:
-    model = wrapped(backward_prefetch=prefetch)
+    model = apis.WRAPPED.shard(backward_prefetch=prefetch)
     for step in range(3):
-        assert recorded_iteration(model, step) == f"{FORWARD} | {BACKWARD[prefetch]}"
+        assert running.recorded_iteration(model, step) == f"{FORWARD} | {BACKWARD[prefetch]}"
 
 
 @pytest.mark.spec("SHARD-08", "SHARD-11", "SHARD-16", "PREF-15")
 @pytest.mark.parametrize("prefetch", [PRE, POST, None])
 @ranks(2)
 def test_full_iteration_without_all_gathers_in_backward(prefetch: BackwardPrefetch | None) -> None:
-    kept = wrapped(sharding_strategy=SHARD_GRAD_OP, backward_prefetch=prefetch)
-    replicated = wrapped(sharding_strategy=NO_SHARD, backward_prefetch=prefetch)
+    kept = apis.WRAPPED.shard(strategy=SHARD_GRAD_OP, backward_prefetch=prefetch)
+    replicated = apis.WRAPPED.shard(strategy=NO_SHARD, backward_prefetch=prefetch)
     for step in range(3):
-        assert recorded_iteration(kept, step) == f"{KEPT_FORWARD} | {KEPT_BACKWARD}"
-        assert recorded_iteration(replicated, step) == "F0 F1 F2 F3 | B3 AR3 B2 AR2 B1 AR1 B0 AR0 ARR"
+        assert running.recorded_iteration(kept, step) == f"{KEPT_FORWARD} | {KEPT_BACKWARD}"
+        assert running.recorded_iteration(replicated, step) == "F0 F1 F2 F3 | B3 AR3 B2 AR2 B1 AR1 B0 AR0 ARR"
 
 
 @pytest.mark.spec("SHARD-10", "NOSYNC-01", "NOSYNC-08")
 @ranks(2)
 def test_shard_grad_op_all_gathers_once_under_no_sync() -> None:
-    model = wrapped(sharding_strategy=SHARD_GRAD_OP)
+    model = apis.WRAPPED.shard(strategy=SHARD_GRAD_OP)
     with model.no_sync():
-        assert recorded_iteration(model, 0) == f"{KEPT_FORWARD} | B3 B2 B1 B0"
-        assert recorded_iteration(model, 1) == "F0 F1 F2 F3 | B3 B2 B1 B0"
-    assert recorded_iteration(model, 2) == f"F0 F1 F2 F3 | {KEPT_BACKWARD}"
-    assert recorded_iteration(model, 3) == f"{KEPT_FORWARD} | {KEPT_BACKWARD}"
+        assert running.recorded_iteration(model, 0) == f"{KEPT_FORWARD} | B3 B2 B1 B0"
+        assert running.recorded_iteration(model, 1) == "F0 F1 F2 F3 | B3 B2 B1 B0"
+    assert running.recorded_iteration(model, 2) == f"F0 F1 F2 F3 | {KEPT_BACKWARD}"
+    assert running.recorded_iteration(model, 3) == f"{KEPT_FORWARD} | {KEPT_BACKWARD}"
 
 
 @pytest.mark.spec("NOSYNC-01", "NOSYNC-08")
 @ranks(2)
 def test_full_shard_under_no_sync_all_gathers_without_reduction() -> None:
-    model = wrapped()
+    model = apis.WRAPPED.shard()
     silent = " ".join(word for word in BACKWARD[PRE].split() if not word.startswith("RS"))
     with model.no_sync():
         for step in range(2):
-            assert recorded_iteration(model, step) == f"{FORWARD} | {silent}"
-    assert recorded_iteration(model, 2) == f"{FORWARD} | {BACKWARD[PRE]}"
+            assert running.recorded_iteration(model, step) == f"{FORWARD} | {silent}"
+    assert running.recorded_iteration(model, 2) == f"{FORWARD} | {BACKWARD[PRE]}"
 
 
 # With streams, the all-reduce follows its reduce-scatter immediately, because a stream can wait for another stream.
@@ -88,14 +83,14 @@ HYBRID_BACKWARD = {
 @pytest.mark.parametrize("strategy", [HYBRID_SHARD, HYBRID_SHARD_ZERO2])
 @ranks(4)
 def test_full_iteration_of_hybrid_on_two_by_two_mesh(strategy: ShardingStrategy) -> None:
-    model = wrapped(sharding_strategy=strategy)
+    model = apis.WRAPPED.shard(strategy=strategy)
     backward = HYBRID_BACKWARD["cpu" if device().type == "cpu" else "accelerator"]
     if strategy is HYBRID_SHARD:
         expected = f"{FORWARD} | {backward}"
     else:
         expected = f"{KEPT_FORWARD} | " + " ".join(word for word in backward.split() if not word.startswith("AG"))
     for step in range(2):
-        assert recorded_iteration(model, step) == expected
+        assert running.recorded_iteration(model, step) == expected
 
 
 @pytest.mark.spec("PREF-11", "PREF-12")
@@ -104,17 +99,17 @@ def test_full_iteration_of_hybrid_on_two_by_two_mesh(strategy: ShardingStrategy)
 def test_forward_prefetch_begins_in_the_second_iteration_and_does_not_change_backward(
     prefetch: BackwardPrefetch | None,
 ) -> None:
-    model = wrapped(forward_prefetch=True, backward_prefetch=prefetch)
-    assert recorded_iteration(model, 0) == f"{FORWARD} | {BACKWARD[prefetch]}"
+    model = apis.WRAPPED.shard(forward_prefetch=True, backward_prefetch=prefetch)
+    assert running.recorded_iteration(model, 0) == f"{FORWARD} | {BACKWARD[prefetch]}"
     for step in (1, 2):
-        assert recorded_iteration(model, step) == f"{FORWARD_AHEAD} | {BACKWARD[prefetch]}"
+        assert running.recorded_iteration(model, step) == f"{FORWARD_AHEAD} | {BACKWARD[prefetch]}"
 
 
 @pytest.mark.spec("SHARD-14", "FRESH-03")
-@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 @ranks(2)
 def test_full_evaluation_order(strategy: ShardingStrategy) -> None:
-    model = wrapped(sharding_strategy=strategy).eval()
+    model = apis.WRAPPED.shard(strategy=strategy).eval()
     again = "AG0 F0 FREE0 AG1 F1 FREE1 AG2 F2 FREE2 AG3 F3 FREE3"
     expected = f"AGR {again}"
     if strategy is NO_SHARD:
@@ -124,7 +119,7 @@ def test_full_evaluation_order(strategy: ShardingStrategy) -> None:
     for step in range(3):
         with trace.record() as recorder, torch.no_grad():
             model(torch.ones(3, 6, device=device()))
-        assert said(recorder.events) == expected, f"evaluation {step}"
+        assert running.said(recorder.events) == expected, f"evaluation {step}"
         # The root, and with SHARD_GRAD_OP every unit, stays unsharded for the next evaluation.
         expected = again
 
@@ -136,5 +131,5 @@ def test_one_unit_prefetches_nothing() -> None:
     alone = wrapped(auto_wrap_policy=None, forward_prefetch=True)
     for step in range(2):
         with trace.record() as recorder:
-            iterate(alone, step)
+            running.iterate(alone, step)
         assert recorder.order() == ["AG", "F", "B", "FREE", "RS"]

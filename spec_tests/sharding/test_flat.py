@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,11 +13,9 @@ from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.precision import Precision
 from spec_tests.harness import device, ranks
-from spec_tests.models.modules import MLP, Scale, chain
-from spec_tests.models.small import assert_gradients, draw, mean_gradients, shard_each, square_loss, train_once
+from spec_tests.models import small
+from spec_tests.models.modules import MLP, chain
 from spec_tests.subject import FullyShardedDataParallel as FSDP
-
-both_kinds = pytest.mark.parametrize("original", [False, True], ids=["flat", "original"])
 
 
 def a_block() -> MLP:
@@ -51,10 +47,10 @@ def test_a_loss_of_a_weight_between_forwards_trains_in_every_step() -> None:
     for one, block in ((plain, plain[1]), (model, model.module[1])):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
         with torch.inference_mode():
-            one(draw(0))
+            one(small.draw(0))
         for step in range(3):
             optimizer.zero_grad()
-            one(draw(0, step)).sum().backward()
+            one(small.draw(0, step)).sum().backward()
             block.up.weight.square().sum().backward()
             optimizer.step()
     assert torch.equal(model.module[1].up.weight, plain[1].up.weight)
@@ -99,7 +95,7 @@ def test_the_gradient_before_is_freed_when_the_gradients_of_all_weights_are_comp
 # --- parameters that can share a unit ---
 
 
-@both_kinds
+@pytest.mark.parametrize("original", [False, True])
 @ranks(2)
 def test_units_of_several_dtypes_or_of_integers_raise_with_the_dtypes(original: bool) -> None:
     block = a_block()
@@ -112,59 +108,23 @@ def test_units_of_several_dtypes_or_of_integers_raise_with_the_dtypes(original: 
         FSDP(module, use_orig_params=original, device_id=device())
 
 
-@ranks(2)
-def test_unit_of_one_element_trains_with_only_padding_on_one_rank() -> None:
-    for original in (False, True):
-        model = shard_each(nn.Sequential(Scale().to(device())), use_orig_params=original)
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        plain = Scale().to(device())
-        expected = sum(torch.autograd.grad(square_loss(plain, rank), [plain.weight])[0] for rank in (0, 1)) / 2
-        train_once(model)
-        optimizer.step()
-        with type(model).summon_full_params(model):
-            (weight,) = model.parameters()
-            assert weight.shape == ()
-            torch.testing.assert_close(weight.detach(), 0.5 - expected)
-
-
-@ranks(2)
-@pytest.mark.spec("FWD-04")
-def test_recurrent_unit_trains_with_unsharded_weights() -> None:
-    torch.manual_seed(3)
-    plain = nn.LSTM(3, 2).to(device())
-    sharded = nn.LSTM(3, 2)
-    sharded.load_state_dict(plain.state_dict())
-    model: Any = shard_each(nn.Sequential(sharded))
-    for _ in range(2):
-        output, (hidden, _) = model(draw(0))
-        expected, (expected_hidden, _) = plain(draw(0))
-        torch.testing.assert_close(output, expected)
-        (output.sum() + hidden.sum()).backward()
-        (expected.sum() + expected_hidden.sum()).backward()
-    flat = torch.cat([p.grad.reshape(-1) for p in plain.parameters() if p.grad is not None])
-    local_shard = model[0]._unit.layout.registered.shard.grad
-    index = torch.distributed.get_rank()
-    mine = flat[index * local_shard.numel() : (index + 1) * local_shard.numel()]
-    torch.testing.assert_close(local_shard[: mine.numel()], mine)
-
-
 @pytest.mark.spec("FWD-08")
 @ranks(2)
 def test_zero_grad_of_one_parameter_drops_its_unreduced_gradient_and_zero_grad_of_all_drops_everything() -> None:
     model, plain = FSDP(a_block(), device_id=device(), use_orig_params=True), a_block()
-    once = mean_gradients(plain, square_loss)
+    once = small.mean_gradients(plain, small.square_loss)
     with model.no_sync():
-        train_once(model)
+        small.train_once(model)
     model.module.up.bias.grad = None
-    train_once(model)
-    twice = mean_gradients(plain, lambda m, rank: 2 * square_loss(m, rank))
-    assert_gradients(model, {**twice, "up.bias": once["up.bias"]})
+    small.train_once(model)
+    twice = small.mean_gradients(plain, lambda m, rank: 2 * small.square_loss(m, rank))
+    small.assert_gradients(model, {**twice, "up.bias": once["up.bias"]})
     model.zero_grad()
     with model.no_sync():
-        train_once(model)
+        small.train_once(model)
     model.zero_grad()
-    train_once(model)
-    assert_gradients(model, once)
+    small.train_once(model)
+    small.assert_gradients(model, once)
 
 
 @ranks(2)
@@ -175,4 +135,4 @@ def test_a_parameter_that_was_given_another_size_raises_with_its_name() -> None:
     assert bias.numel() == (3 if dist.get_rank() == 1 else 0)
     bias.data = torch.zeros(7, device=device())
     with pytest.raises(RuntimeError, match=message):
-        model(draw(0))
+        model(small.draw(0))

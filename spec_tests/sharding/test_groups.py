@@ -12,11 +12,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from spec_tests.harness import device, plain_tensor, ranks
-from spec_tests.models.gradients import assert_learns_alike, assert_mean_gradients, mean_gradients_of, step_with
+from spec_tests.harness import ranks
+from spec_tests.models import apis, gradients, running, values
 from spec_tests.models.modules import seeded
-from spec_tests.models.running import batch, loss_of, said
-from spec_tests.models.values import assert_same, full_gradients, full_values, named
 from spec_tests.subject import FSDPModule, MixedPrecisionPolicy, fully_shard, trace
 
 
@@ -29,14 +27,14 @@ def test_fully_shard_of_a_list_returns_fsdp_modules_that_are_unsharded_together(
     assert [type(module).__name__ for module in modules] == ["FSDPLinear", "FSDPLinear"]
     assert all(isinstance(module, FSDPModule) for module in modules)
 
-    def types() -> set[type]:
-        return {type(parameter.data) for module in modules for parameter in module.parameters()}
+    def are_sharded() -> set[bool]:
+        return {isinstance(parameter.data, DTensor) for module in modules for parameter in module.parameters()}
 
-    assert types() == {DTensor}
+    assert are_sharded() == {True}
     model.enter.unshard()
-    assert types() == {plain_tensor()}
+    assert are_sharded() == {False}
     model.leave.reshard()
-    assert types() == {DTensor}
+    assert are_sharded() == {True}
 
 
 def with_ends_together(reshard_after_forward: bool | None) -> Any:
@@ -53,22 +51,26 @@ def test_group_is_unsharded_from_first_to_last_module() -> None:
     model = with_ends_together(reshard_after_forward=True)
     for step in range(2):
         with trace.record() as forward:
-            loss = loss_of(model(batch(step)))
+            loss = model(running.batch(step)).square().mean()
         with trace.record() as backward:
             loss.backward()
-        words = said(forward.events).replace("enter, leave", "E").split()
+        words = running.said(forward.events).replace("enter, leave", "E").split()
         assert (words[:2], words[-1]) == (["AGE", "FE"], "FREEE")
         assert words.count("AGE") == words.count("FREEE") == 1
-        words = said(backward.events).replace("enter, leave", "E").split()
+        words = running.said(backward.events).replace("enter, leave", "E").split()
         assert words[:2] == ["BE", "AGE"]
         assert words.count("AGE") == words.count("FREEE") == words.count("RSE") == 1
 
 
 @pytest.mark.spec("NEW-04")
-@pytest.mark.parametrize("choice", [None, True, False])
+@pytest.mark.parametrize("reshards", [True, False])
 @ranks(2)
-def test_a_group_over_several_modules_trains_like_each_on_its_own(choice: bool | None) -> None:
-    assert_mean_gradients(with_ends_together(choice), seeded())
+def test_a_group_over_several_modules_trains_like_each_on_its_own(reshards: bool) -> None:
+    model = with_ends_together(reshard_after_forward=reshards)
+    for step in range(2):
+        model.zero_grad()
+        model(running.batch(step)).square().mean().backward()
+        values.assert_same(apis.FULLY_SHARD.gradients(model), values.mean_gradients(seeded(), [step]))
 
 
 class KeepsItsResult(nn.Module):
@@ -93,7 +95,7 @@ def test_a_loss_may_read_only_an_attribute_of_the_second_module_of_a_list() -> N
     plain, model = (seeded(lambda: nn.Sequential(nn.Linear(6, 6), KeepsItsResult())) for _ in range(2))
     fully_shard([model[0], model[1]])
     fully_shard(model)
-    assert_mean_gradients(model, plain, loss=loss)
+    gradients.assert_mean_gradients(model, plain, loss=loss)
 
 
 @pytest.mark.spec("NEW-04", "FS2-24")
@@ -104,7 +106,7 @@ def test_a_parameter_may_be_tied_across_the_modules_of_a_list() -> None:
         each.blocks[3].linear.weight = each.enter.weight
     for modules in (*model.blocks[:3], [model.enter, model.blocks[3]], model):
         fully_shard(modules)
-    assert_mean_gradients(model, plain)
+    gradients.assert_mean_gradients(model, plain)
     assert model.enter.weight is model.blocks[3].linear.weight
 
 
@@ -120,7 +122,7 @@ def test_each_module_of_the_list_casts_its_own_inputs_and_outputs() -> None:
         [model.enter, model.leave], mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     )
     fully_shard(model)
-    assert model(batch()).dtype == torch.float32
+    assert model(running.batch()).dtype == torch.float32
     assert seen == {"enter": torch.bfloat16, "blocks.0": torch.float32, "leave": torch.bfloat16}
 
 
@@ -158,7 +160,7 @@ def with_head_together(shard: Any = fully_shard, model: nn.Module | None = None)
 
 def headed_loss(model: Any, x: Tensor) -> Tensor:
     """A loss of all parameters, with each module in its own dtype."""
-    return loss_of(model.head(model(x.to(model.body.weight.dtype)).to(model.head.weight.dtype)))
+    return model.head(model(x.to(model.body.weight.dtype)).to(model.head.weight.dtype)).square().mean()
 
 
 @pytest.mark.spec("FS2-28", "FS2-META-02", "NEW-04")
@@ -167,12 +169,12 @@ def test_a_group_from_the_meta_device_is_given_memory_module_by_module() -> None
     with torch.device("meta"):
         plain = Head()
     model = with_head_together(model=plain)
-    model.to_empty(device=device())
-    values = named(seeded(Head))
+    model.to_empty(device=running.batch().device)
+    initial = values.named(seeded(Head))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(distribute_tensor(values[name], parameter.device_mesh, parameter.placements))
-    assert_mean_gradients(model, seeded(Head), loss=headed_loss)
+            parameter.copy_(distribute_tensor(initial[name], parameter.device_mesh, parameter.placements))
+    gradients.assert_mean_gradients(model, seeded(Head), loss=headed_loss)
 
 
 @pytest.mark.spec("FS2-28", "FS2-META-03")
@@ -181,12 +183,12 @@ def test_half_a_group_on_the_meta_device_is_refused_when_it_is_used() -> None:
     with torch.device("meta"):
         plain = Head()
     model = with_head_together(model=plain)
-    model.body.to_empty(device=device())
-    model.norm.to_empty(device=device())
+    model.body.to_empty(device=running.batch().device)
+    model.norm.to_empty(device=running.batch().device)
     # The message uses the parameter's name in the root module.
     outer = fully_shard(nn.Sequential(model))
     with pytest.raises(RuntimeError, match=r"on different devices: .*0\.[\w.]*weight \(meta\)"):
-        outer(batch())
+        outer(running.batch())
 
 
 @pytest.mark.spec("FS2-28", "NEW-04")
@@ -196,39 +198,37 @@ def test_converted_group_trains_like_torch(has_run: bool) -> None:
     ours, theirs = with_head_together(), with_head_together(torch_fully_shard)
     if has_run:
         # After this forward, torch's all-gathers would fail.
-        ours(batch())
+        ours(running.batch())
     for model in (ours, theirs):
         model.to(torch.bfloat16)
-    loss, expected = headed_loss(ours, batch()), headed_loss(theirs, batch())
+    loss, expected = headed_loss(ours, running.batch()), headed_loss(theirs, running.batch())
     assert torch.equal(loss, expected)
     assert loss.dtype == torch.bfloat16
     loss.backward()
     expected.backward()
-    assert_same(full_gradients(ours), full_gradients(theirs), bitwise=True)
-    assert_same(full_values(ours), full_values(theirs), bitwise=True)
+    values.assert_same(apis.FULLY_SHARD.gradients(ours), apis.FULLY_SHARD.gradients(theirs), bitwise=True)
+    values.assert_same(apis.FULLY_SHARD.values(ours), apis.FULLY_SHARD.values(theirs), bitwise=True)
 
 
 @pytest.mark.spec("FS2-28", "NEW-04")
-@pytest.mark.parametrize("has_run", [False, True])
 @ranks(2)
-def test_one_module_of_a_group_may_be_converted_alone(has_run: bool) -> None:
+def test_one_module_of_a_group_may_be_converted_alone() -> None:
     plain, model = seeded(Head), with_head_together()
-    if has_run:
-        headed_loss(model, batch()).backward()
-        model.zero_grad()
+    headed_loss(model, running.batch()).backward()
+    model.zero_grad()
     for each in (plain, model):
         each.head.to(torch.bfloat16)
     optimizer, reference = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
     for step in range(2):
-        headed_loss(model, batch(step)).backward()
-        found, expected = full_gradients(model), mean_gradients_of(headed_loss, plain, step)
+        headed_loss(model, running.batch(step)).backward()
+        found, expected = apis.FULLY_SHARD.gradients(model), gradients.mean_gradients_of(headed_loss, plain, step)
         assert (found["norm.weight"].dtype, found["head.weight"].dtype) == (torch.float32, torch.bfloat16)
         # The ranks are added in another dtype: two roundings of bfloat16, which has 8 bits.
         torch.testing.assert_close(found, expected, rtol=2 * 2**-8, atol=1e-4)
         optimizer.step()
         optimizer.zero_grad()
-        step_with(found, plain, reference)
-        assert_same(full_values(model), named(plain), bitwise=True)
+        gradients.step_with(found, plain, reference)
+        values.assert_same(apis.FULLY_SHARD.values(model), values.named(plain), bitwise=True)
 
 
 class TwoBranches(nn.Module):
@@ -248,7 +248,7 @@ class TwoBranches(nn.Module):
 
 
 def with_branches_together() -> tuple[TwoBranches, Any]:
-    plain = TwoBranches().to(device())
+    plain = TwoBranches().to(running.batch().device)
     model = copy.deepcopy(plain)
     fully_shard([model.left, model.right])
     return plain, fully_shard(model)
@@ -261,14 +261,14 @@ def test_a_unit_is_resharded_if_only_some_of_its_modules_are_called(trains: bool
     plain, model = with_branches_together()
 
     def loss(net: Any, branches: str) -> Tensor:
-        output = net(batch(0, 0, width=8), branches)
+        output = net(running.batch(0, 0, width=8), branches)
         for module in (model.left, model.right):
             assert isinstance(module.weight, DTensor), f"unsharded after a forward through {branches}"
-        return loss_of(output)
+        return output.square().mean()
 
     for branches in ("left", "right", "left right", "left", "left read"):
         if trains:
-            assert_learns_alike(plain, model, functools.partial(loss, branches=branches))
+            gradients.assert_learns_alike(plain, model, functools.partial(loss, branches=branches))
             assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
         else:
             with torch.no_grad():
@@ -278,13 +278,13 @@ def test_a_unit_is_resharded_if_only_some_of_its_modules_are_called(trains: bool
 @pytest.mark.spec("PROG-87", "NEW-04")
 @ranks(2)
 def test_a_failed_call_of_one_module_does_not_affect_a_root_that_is_created_later() -> None:
-    plain = TwoBranches().to(device())
+    plain = TwoBranches().to(running.batch().device)
     model = copy.deepcopy(plain)
     fully_shard([model.left, model.right])
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model.left(torch.ones(4, 7, device=device()))
+        model.left(torch.ones(4, 7, device=running.batch().device))
     fully_shard(model)
-    x = batch(0, 0, width=8)
+    x = running.batch(0, 0, width=8)
     for _ in range(2):
         torch.testing.assert_close(model(x, "left right"), plain(x, "left right"))
 
@@ -294,13 +294,13 @@ def test_a_failed_call_of_one_module_does_not_affect_a_root_that_is_created_late
 @ranks(2)
 def test_a_forward_that_fails_between_modules_of_a_unit_does_not_affect_the_next_one(evaluates: bool) -> None:
     plain, model = with_branches_together()
-    x = batch(0, 0, width=8)
+    x = running.batch(0, 0, width=8)
     with pytest.raises(AttributeError, match="missing"):
         model(x, "left missing")
     with torch.set_grad_enabled(not evaluates):
         torch.testing.assert_close(model(x, "left right"), plain(x, "left right"))
     with trace.record() as recorder:
-        loss_of(model(x, "")).backward()
+        model(x, "").square().mean().backward()
     # An evaluation of the unit does not await a backward.
     assert ("AG left, right" in recorder.order("AG")) is not evaluates
 
@@ -322,10 +322,10 @@ class Distilled(nn.Module):
 @pytest.mark.spec("NEW-04", "FS2-PREF-02")
 @ranks(2)
 def test_a_unit_is_prefetched_in_backward_if_its_last_module_ran_without_grad_mode() -> None:
-    model = Distilled().to(device())
+    model = Distilled().to(running.batch().device)
     for modules in ([model.student, model.teacher], model.head, model):
         fully_shard(modules)
-    output = model(batch(0, 0, width=8))
+    output = model(running.batch(0, 0, width=8))
     with trace.record() as recorder:
         output.sum().backward()
     both = "student, teacher"

@@ -11,12 +11,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 
 from spec_tests.harness import ranks
+from spec_tests.models import apis, modules, running, sharding
 from spec_tests.models.gradients import assert_mean_gradients
-from spec_tests.models.modules import WIDTH, seeded, wide
-from spec_tests.models.running import batch, iterate, loss_of
-from spec_tests.models.sharding import grid_mesh, line_mesh
 from spec_tests.models.torch_names import ShardPlacementResult
-from spec_tests.models.values import assert_same, full_gradients
+from spec_tests.models.values import assert_same
 from spec_tests.subject import MixedPrecisionPolicy, fully_shard, trace
 
 
@@ -25,8 +23,8 @@ class Adapted(nn.Module):
 
     def __init__(self, frozen: torch.dtype, trained: torch.dtype) -> None:
         super().__init__()
-        self.base = nn.Linear(WIDTH, WIDTH, dtype=frozen).requires_grad_(False)
-        self.adapter = nn.Linear(WIDTH, WIDTH, dtype=trained)
+        self.base = nn.Linear(6, 6, dtype=frozen).requires_grad_(False)
+        self.adapter = nn.Linear(6, 6, dtype=trained)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.base(x.to(self.base.weight.dtype)).to(x.dtype) + self.adapter(x.to(self.adapter.weight.dtype))
@@ -40,7 +38,10 @@ class Adapted(nn.Module):
 def test_a_frozen_base_does_not_choose_the_dtype_of_the_adapters_gradients(
     frozen: torch.dtype, trained: torch.dtype
 ) -> None:
-    model, plain = fully_shard(seeded(lambda: Adapted(frozen, trained))), seeded(lambda: Adapted(frozen, trained))
+    model, plain = (
+        fully_shard(modules.seeded(lambda: Adapted(frozen, trained))),
+        modules.seeded(lambda: Adapted(frozen, trained)),
+    )
     with trace.record() as recorder:
         assert_mean_gradients(model, plain, bitwise=trained is torch.float32)
     assert [event.dtype for event in recorder.events if event.kind == "RS"] == [trained] * 2
@@ -51,7 +52,7 @@ class Quantized(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        codes = torch.arange(4 * WIDTH).view(4, WIDTH) + 997
+        codes = torch.arange(4 * 6).view(4, 6) + 997
         self.codes = nn.Parameter(codes, requires_grad=False)
         self.scale = nn.Parameter(torch.full((4,), 0.001))
 
@@ -63,12 +64,12 @@ class Quantized(nn.Module):
 @pytest.mark.spec("FS2-MP-02", "MP-17")
 @ranks(2)
 def test_integer_parameters_are_not_cast_to_the_param_dtype() -> None:
-    model = fully_shard(seeded(Quantized), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+    model = fully_shard(modules.seeded(Quantized), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
     for _ in range(2):
-        iterate(model)
+        running.iterate(model)
         assert model.seen == [torch.int64, torch.bfloat16]
     model.unshard()
-    assert torch.equal(model.codes, seeded(Quantized).codes), "997 is not a bfloat16 value"
+    assert torch.equal(model.codes, modules.seeded(Quantized).codes), "997 is not a bfloat16 value"
     model.reshard()
     assert model.scale.grad.dtype is torch.float32
     assert model.codes.grad is None
@@ -79,7 +80,7 @@ class Experts(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+        self.experts = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
         self.chosen = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -89,47 +90,49 @@ class Experts(nn.Module):
 @pytest.mark.spec("NEW-08")
 @ranks(4)
 def test_partial_sums_of_two_experts_are_not_added_up() -> None:
-    model = fully_shard(seeded(Experts), mesh=grid_mesh())
+    model = fully_shard(modules.seeded(Experts), mesh=sharding.grid_mesh())
     model.set_requires_all_reduce(False)
-    iterate(model)
+    running.iterate(model)
     model.chosen = 1
     model.set_requires_all_reduce(True)
     with pytest.raises(RuntimeError, match="has a partial gradient of 2 parameters"):
-        iterate(model)
-    assert full_gradients(model) == {}, "no expert gets a gradient of another expert"
+        running.iterate(model)
+    assert apis.FULLY_SHARD.gradients(model) == {}, "no expert gets a gradient of another expert"
 
 
 def on_half_the_ranks(experts: set[nn.Parameter]) -> Callable[[nn.Parameter], Any]:
     """A placement function that shards the experts over fewer ranks."""
-    info = FSDPMeshInfo(grid_mesh()["shard"], 0)
+    info = FSDPMeshInfo(sharding.grid_mesh()["shard"], 0)
     return lambda parameter: ShardPlacementResult(None, info) if parameter in experts else None
 
 
 @pytest.mark.spec("GRAD-04", "NEW-23")
 @ranks(4)
 def test_experts_of_a_converted_model_are_reduced_in_the_new_dtype() -> None:
-    model: Any = wide().bfloat16()
+    model: Any = modules.wide().bfloat16()
     place = on_half_the_ranks({block.down.weight for block in model.blocks})
     for module in (*model.blocks, model):
-        fully_shard(module, mesh=line_mesh(), shard_placement_fn=place)
-    x = batch(width=model.enter.in_features)
+        fully_shard(module, mesh=sharding.line_mesh(), shard_placement_fn=place)
+    x = running.batch(width=model.enter.in_features)
     model(x.bfloat16())
     model.float()
     with trace.record() as recorder:
-        loss_of(model(x)).backward()
+        model(x).square().mean().backward()
     assert {event.dtype for event in recorder.events if event.kind in ("RS", "AR")} == {torch.float32}
 
 
 @pytest.mark.spec("NEW-23")
 @ranks(4)
 def test_a_mesh_without_gradients_in_a_backward_is_not_reduced() -> None:
-    plain, model = seeded(Experts), seeded(Experts)
-    fully_shard(model, mesh=line_mesh(), shard_placement_fn=on_half_the_ranks(set(model.experts[1].parameters())))
+    plain, model = modules.seeded(Experts), modules.seeded(Experts)
+    fully_shard(
+        model, mesh=sharding.line_mesh(), shard_placement_fn=on_half_the_ranks(set(model.experts[1].parameters()))
+    )
     for chosen in (0, 1, 0):
         for net in (plain, model):
             net.zero_grad()
             net.chosen = chosen
             # All ranks have the same batch, so the gradient is the same mean on both meshes.
-            loss_of(net(batch(0, 0))).backward()
+            net(running.batch(0, 0)).square().mean().backward()
         expected = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
-        assert_same(full_gradients(model), expected, bitwise=False)
+        assert_same(apis.FULLY_SHARD.gradients(model), expected, bitwise=False)

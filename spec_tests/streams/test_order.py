@@ -18,21 +18,20 @@ from torch.distributed.device_mesh import init_device_mesh
 from minifsdp.engine import lifetime
 from spec_tests import subject
 from spec_tests.harness import device, rank_among_fake_ranks, ranks, simulated
-from spec_tests.harness.simulated import WORLD
-from spec_tests.streams.blocks import Log, flat, logged, per_parameter
+from spec_tests.streams import blocks
 from spec_tests.subject import BackwardPrefetch
 
-APIS: dict[str, Callable[..., Any]] = {"wrapper": flat, "function": per_parameter}
+APIS: dict[str, Callable[..., Any]] = {"wrapper": blocks.flat, "function": blocks.per_parameter}
 either_api = pytest.mark.parametrize("api", APIS)
 
 
 def offloaded(api: str, num_blocks: int = 4) -> Any:
     if api == "wrapper":
-        return flat(num_blocks, cpu_offload=subject.CPUOffload(offload_params=True), limit_all_gathers=False)
-    return per_parameter(num_blocks, offload_policy=subject.CPUOffloadPolicy())
+        return blocks.flat(num_blocks, cpu_offload=subject.CPUOffload(offload_params=True), limit_all_gathers=False)
+    return blocks.per_parameter(num_blocks, offload_policy=subject.CPUOffloadPolicy())
 
 
-def backward_of(log: Log, block: int) -> list[Any]:
+def backward_of(log: blocks.Log, block: int) -> list[Any]:
     """The matrix products of a block's backward; the first block has only one, because its input needs no gradient."""
     of_backward = log.products[4:]
     return of_backward[6:] if block == 0 else of_backward[2 * (3 - block) : 2 * (4 - block)]
@@ -45,12 +44,12 @@ class NotYet:
         return False
 
     def synchronize(self) -> None:
-        WORLD.host_stops("a freed unit")
+        simulated.WORLD.host_stops("a freed unit")
 
 
 def limits() -> list[str]:
     """The lines at which the rate limiter has stopped the CPU."""
-    return [where for _, where in WORLD.stops if "lifetime.py" in where]
+    return [where for _, where in simulated.WORLD.stops if "lifetime.py" in where]
 
 
 # ---- overlap ----
@@ -61,7 +60,7 @@ def limits() -> list[str]:
 @rank_among_fake_ranks(2)
 def test_next_all_gather_may_overlap_forward_of_block(api: str) -> None:
     options = {"limit_all_gathers": False} if api == "wrapper" else {}
-    log = logged(APIS[api](**options))
+    log = blocks.logged(APIS[api](**options))
     for block in range(3):
         assert log.order.may_overlap(log.gathers[block + 1], log.products[block])
         assert log.gathers[block].is_before(log.products[block]), "the unit waits for its own all-gather"
@@ -70,7 +69,7 @@ def test_next_all_gather_may_overlap_forward_of_block(api: str) -> None:
 @pytest.mark.spec("PREF-09")
 @rank_among_fake_ranks(2)
 def test_pre_prefetch_all_gather_may_overlap_gradients() -> None:
-    log = logged(flat(backward_prefetch=BackwardPrefetch.BACKWARD_PRE))
+    log = blocks.logged(blocks.flat(backward_prefetch=BackwardPrefetch.BACKWARD_PRE))
     for step, block in enumerate((3, 2, 1)):
         next_gather = log.gathers[5 + step]
         for product in backward_of(log, block):
@@ -81,7 +80,7 @@ def test_pre_prefetch_all_gather_may_overlap_gradients() -> None:
 @pytest.mark.spec("PREF-09")
 @rank_among_fake_ranks(2)
 def test_post_prefetch_reduction_may_overlap_next_gradients() -> None:
-    log = logged(flat(backward_prefetch=BackwardPrefetch.BACKWARD_POST))
+    log = blocks.logged(blocks.flat(backward_prefetch=BackwardPrefetch.BACKWARD_POST))
     for step, block in enumerate((3, 2, 1)):
         assert log.operations.index(log.gathers[5 + step]) > log.operations.index(backward_of(log, block)[-1])
         assert log.operations.index(log.gathers[5 + step]) < log.operations.index(log.scatters[step])
@@ -92,7 +91,7 @@ def test_post_prefetch_reduction_may_overlap_next_gradients() -> None:
 @pytest.mark.spec("PREF-09")
 @rank_among_fake_ranks(2)
 def test_all_gather_without_prefetch_follows_reduction() -> None:
-    log = logged(flat(backward_prefetch=None))
+    log = blocks.logged(blocks.flat(backward_prefetch=None))
     for step in range(3):
         # Collectives of one group run in launch order, so the all-gather that B waits for comes after this reduction.
         assert log.operations.index(log.gathers[5 + step]) > log.operations.index(log.scatters[step])
@@ -102,18 +101,18 @@ def test_all_gather_without_prefetch_follows_reduction() -> None:
 @either_api
 @rank_among_fake_ranks(2)
 def test_all_gathers_and_reductions_use_separate_streams(api: str) -> None:
-    log = logged(APIS[api]())
+    log = blocks.logged(APIS[api]())
     (gather_stream,) = {o.stream for o in log.gathers}
     (reduce_stream,) = {o.stream for o in log.scatters}
-    assert len({gather_stream, reduce_stream, WORLD.main[0].number}) == 3
-    assert {o.stream for o in log.products} == {WORLD.main[0].number}
+    assert len({gather_stream, reduce_stream, simulated.WORLD.main[0].number}) == 3
+    assert {o.stream for o in log.products} == {simulated.WORLD.main[0].number}
 
 
 @pytest.mark.spec("STREAM-09")
 @either_api
 @rank_among_fake_ranks(2)
 def test_the_compute_stream_divides_nothing_and_reduces_nothing(api: str) -> None:
-    log = logged(APIS[api]())
+    log = blocks.logged(APIS[api]())
     assert len([o for o in log.operations if o.name == "div_"]) == 4
     assert not [name for name in log.on("compute stream") if name.startswith(("div", "reduce"))]
 
@@ -121,7 +120,7 @@ def test_the_compute_stream_divides_nothing_and_reduces_nothing(api: str) -> Non
 @pytest.mark.spec("STREAM-17")
 @rank_among_fake_ranks(2)
 def test_each_all_gather_is_copied_out_before_the_next() -> None:
-    log = logged(per_parameter())
+    log = blocks.logged(blocks.per_parameter())
     kinds = {"all_gather": "gather", "split_with": "copy"}
     found = [kinds[o.name[:10]] for o in log.operations if o.name[:10] in kinds]
     assert found == ["gather", "copy"] * len(log.gathers)
@@ -130,7 +129,7 @@ def test_each_all_gather_is_copied_out_before_the_next() -> None:
 @pytest.mark.spec("STREAM-09", "HYB-04")
 @rank_among_fake_ranks(4)
 def test_replica_all_reduce_may_overlap_next_reduce_scatter() -> None:
-    log = logged(per_parameter(shape=(2, 2)))
+    log = blocks.logged(blocks.per_parameter(shape=(2, 2)))
     (stream,) = {o.stream for o in log.reductions}
     assert stream not in {o.stream for o in (*log.gathers, *log.scatters)}
     for step in range(3):
@@ -142,7 +141,7 @@ def test_replica_all_reduce_may_overlap_next_reduce_scatter() -> None:
 @pytest.mark.parametrize("given", [True, False], ids=["event", "no event"])
 @rank_among_fake_ranks(2)
 def test_first_all_gather_waits_only_for_given_event(given: bool) -> None:
-    sharded = per_parameter()
+    sharded = blocks.per_parameter()
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
     x, other = torch.randn(3, 8, device=device()), torch.zeros(8, device=device())
     sharded(x).sum().backward()
@@ -157,9 +156,9 @@ def test_first_all_gather_waits_only_for_given_event(given: bool) -> None:
 
     with simulated.Log() as log:
         step(None)
-    names = Log(log.operations)
+    names = blocks.Log(log.operations)
     (later,) = [o for o in log.operations if o.name == "cos_"]
-    updates = [o for o in log.operations if "add" in o.name and o.stream == WORLD.main[0].number]
+    updates = [o for o in log.operations if "add" in o.name and o.stream == simulated.WORLD.main[0].number]
     assert updates[-1].is_before(names.gathers[0]), "new weights are gathered"
     assert names.order.may_overlap(names.gathers[0], later) is given
 
@@ -168,14 +167,14 @@ def test_first_all_gather_waits_only_for_given_event(given: bool) -> None:
 @pytest.mark.parametrize("shared", [True, False])
 @rank_among_fake_ranks(2)
 def test_roots_that_share_their_communication_context_share_its_streams(shared: bool) -> None:
-    first, second = per_parameter(), per_parameter()
+    first, second = blocks.per_parameter(), blocks.per_parameter()
     if shared:
         subject.share_comm_ctx([first, second])
     x = torch.randn(3, 8, device=device())
     second(first(x)).sum().backward()
     with simulated.Log() as log:
         second(first(x)).sum().backward()
-    names = Log(log.operations)
+    names = blocks.Log(log.operations)
     assert len({o.stream for o in names.gathers}) == (1 if shared else 2)
     assert len({o.stream for o in names.scatters}) == (1 if shared else 2)
 
@@ -187,26 +186,26 @@ def test_roots_that_share_their_communication_context_share_its_streams(shared: 
 @pytest.mark.parametrize("limited", [True, False])
 @rank_among_fake_ranks(2)
 def test_only_the_limiter_stops_the_cpu_before_a_third_unit(limited: bool) -> None:
-    sharded = flat(limit_all_gathers=limited)
-    logged(sharded)
+    sharded = blocks.flat(limit_all_gathers=limited)
+    blocks.logged(sharded)
     assert bool(limits()) is limited
     # If the device finishes work only when the CPU waits for it, each all-gather except the first two stops the CPU.
     # The end of backward resets the limiter.
-    assert sum(WORLD.stops.values()) == (5 if limited else 0)
+    assert sum(simulated.WORLD.stops.values()) == (5 if limited else 0)
 
 
 @pytest.mark.spec("FS2-26", "MIG-14")
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=["full", "zero-2"])
 @rank_among_fake_ranks(2)
 def test_a_step_of_fully_shard_never_stops_the_cpu_and_never_records_a_stream(options: dict[str, Any]) -> None:
-    sharded = per_parameter(**options)
+    sharded = blocks.per_parameter(**options)
     recorded = []
     with pytest.MonkeyPatch.context() as patch:
         # A limiter would wait for this event. The original event is always complete.
         patch.setattr(lifetime, "DONE", NotYet())
         patch.setattr(type(torch.zeros(1, device=device())), "record_stream", lambda *_: recorded.append(1))
-        logged(sharded)
-    assert not WORLD.stops
+        blocks.logged(sharded)
+    assert not simulated.WORLD.stops
     assert not recorded
 
 
@@ -217,11 +216,13 @@ def test_offload_stops_the_cpu_once_for_all_gradients_of_any_number_of_units(api
     stops = []
     for num_blocks in (2, 6):
         sharded = offloaded(api, num_blocks)
-        log = logged(sharded)
-        stops.append(sum(WORLD.stops.values()))
+        log = blocks.logged(sharded)
+        stops.append(sum(simulated.WORLD.stops.values()))
         copies = [o for o in log.operations if "between devices" in o.name]
         assert copies
-        assert {WORLD.name_of(o.stream) for o in copies if o.stream == WORLD.main[0].number} == set()
+        assert {
+            simulated.WORLD.name_of(o.stream) for o in copies if o.stream == simulated.WORLD.main[0].number
+        } == set()
     assert stops == [1, 1]
 
 
@@ -234,19 +235,19 @@ def test_offloaded_shards_may_be_written_when_an_evaluation_has_returned(api: st
         sharded(torch.randn(3, 8, device=device()))
         for parameter in sharded.parameters():
             parameter.mul_(2)
-    WORLD.assert_no_race()
+    simulated.WORLD.assert_no_race()
 
 
 @pytest.mark.spec("STREAM-13")
 @pytest.mark.parametrize("pinned", [True, False])
 @rank_among_fake_ranks(2)
 def test_a_batch_may_be_overwritten_when_forward_has_begun(pinned: bool) -> None:
-    sharded = flat()
+    sharded = blocks.flat()
     batch = torch.randn(3, 8)
     batch = batch.pin_memory() if pinned else batch
     sharded(batch)
     batch.zero_()
-    WORLD.assert_no_race()
+    simulated.WORLD.assert_no_race()
 
 
 @pytest.mark.spec("STREAM-14")
@@ -254,11 +255,11 @@ def test_a_batch_may_be_overwritten_when_forward_has_begun(pinned: bool) -> None
 def test_clipping_offloaded_gradients_stops_the_cpu_as_often_for_many_as_for_few() -> None:
     stops = []
     for num_blocks in (2, 6):
-        sharded = flat(num_blocks, cpu_offload=subject.CPUOffload(offload_params=True), use_orig_params=True)
+        sharded = blocks.flat(num_blocks, cpu_offload=subject.CPUOffload(offload_params=True), use_orig_params=True)
         sharded(torch.randn(3, 8, device=device())).sum().backward()
-        WORLD.stops.clear()
+        simulated.WORLD.stops.clear()
         sharded.clip_grad_norm_(0.1)
-        stops.append(sum(WORLD.stops.values()))
+        stops.append(sum(simulated.WORLD.stops.values()))
     assert stops[0] == stops[1]
 
 
@@ -295,7 +296,7 @@ def peak(sharded: Any, *, trains: bool = True) -> int:
 @rank_among_fake_ranks(2)
 def test_prefetch_begins_after_the_output_of_the_all_gather_before_it_was_released() -> None:
     """The units are frozen, so gradients do not hide the memory of all-gathers."""
-    model, module = per_parameter(6, WIDE).requires_grad_(False), torch.get_device_module(device())
+    model, module = blocks.per_parameter(6, WIDE).requires_grad_(False), torch.get_device_module(device())
     batch = torch.randn(3, WIDE, device=device(), requires_grad=True)
     for _ in range(2):
         loss = model(batch).sum()
@@ -310,16 +311,16 @@ def test_prefetch_begins_after_the_output_of_the_all_gather_before_it_was_releas
 @pytest.mark.spec("PREF-03", "PREF-05")
 @rank_among_fake_ranks(2)
 def test_backward_pre_holds_one_unit_more_than_backward_post() -> None:
-    pre = peak(flat(8, WIDE, backward_prefetch=BackwardPrefetch.BACKWARD_PRE))
-    post = peak(flat(8, WIDE, backward_prefetch=BackwardPrefetch.BACKWARD_POST))
+    pre = peak(blocks.flat(8, WIDE, backward_prefetch=BackwardPrefetch.BACKWARD_PRE))
+    post = peak(blocks.flat(8, WIDE, backward_prefetch=BackwardPrefetch.BACKWARD_POST))
     assert UNIT <= pre - post < 2 * UNIT
 
 
 @pytest.mark.spec("LIM-02", "LIM-06")
 @rank_among_fake_ranks(2)
 def test_without_the_limit_a_slow_device_has_every_unit_in_memory_at_once() -> None:
-    assert 2 * UNIT <= peak(flat(8, WIDE), trains=False) < 3 * UNIT
-    assert 8 * UNIT <= peak(flat(8, WIDE, limit_all_gathers=False), trains=False) < 9 * UNIT
+    assert 2 * UNIT <= peak(blocks.flat(8, WIDE), trains=False) < 3 * UNIT
+    assert 8 * UNIT <= peak(blocks.flat(8, WIDE, limit_all_gathers=False), trains=False) < 9 * UNIT
 
 
 @pytest.mark.spec("FS2-PREF-05")
@@ -327,10 +328,10 @@ def test_without_the_limit_a_slow_device_has_every_unit_in_memory_at_once() -> N
 def test_each_unit_that_is_prefetched_more_is_one_unit_more_in_memory() -> None:
     found = []
     for ahead in (1, 2, 3):
-        sharded = per_parameter(8, WIDE)
-        blocks = list(sharded)
-        for number, block in enumerate(blocks):
-            block.set_modules_to_forward_prefetch(blocks[number + 1 : number + 1 + ahead])
+        sharded = blocks.per_parameter(8, WIDE)
+        units = list(sharded)
+        for number, unit in enumerate(units):
+            unit.set_modules_to_forward_prefetch(units[number + 1 : number + 1 + ahead])
         found.append(peak(sharded, trains=False))
     assert [later - earlier for earlier, later in itertools.pairwise(found)] == [UNIT, UNIT]
 
@@ -338,7 +339,7 @@ def test_each_unit_that_is_prefetched_more_is_one_unit_more_in_memory() -> None:
 @pytest.mark.spec("FS2-26")
 @rank_among_fake_ranks(2)
 def test_equal_steps_of_fully_shard_reach_the_same_peak_and_more_blocks_only_store_more() -> None:
-    small, large = (peaks(per_parameter(num_blocks, WIDE), 4) for num_blocks in (4, 8))
+    small, large = (peaks(blocks.per_parameter(num_blocks, WIDE), 4) for num_blocks in (4, 8))
     assert len(set(small[1:])) == len(set(large[1:])) == 1
     # Each additional block adds a sharded gradient and its activations.
     activations = 3 * 3 * WIDE * 4

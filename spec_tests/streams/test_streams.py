@@ -20,8 +20,8 @@ from minifsdp.engine.layout import Gradient
 from minifsdp.engine.mesh import Group, MeshGroups, default_group
 from minifsdp.engine.reduce import ReducePlan, Reducer
 from spec_tests.harness import device, ranks
+from spec_tests.models import small
 from spec_tests.models.modules import chain
-from spec_tests.models.small import shard_each, train_once
 from spec_tests.models.stand_in import DEVICE, Kept, StandIn, machine
 
 # Stand-ins replace streams and groups. On an accelerator, the tests in spec_tests/streams use real ones.
@@ -73,11 +73,11 @@ def test_collectives_without_return_value_can_be_awaited() -> None:
 @pytest.mark.parametrize("use_orig_params", [False, True])
 @ranks(2)
 def test_a_model_trains_and_is_summoned_where_collectives_return_nothing(use_orig_params: bool) -> None:
-    expected = shard_each(chain(), use_orig_params=use_orig_params)
-    train_once(expected)
+    expected = small.shard_each(chain(), use_orig_params=use_orig_params)
+    small.train_once(expected)
     with mock.patch.object(Group, "of", classmethod(quiet_of)):
-        model = shard_each(chain(), use_orig_params=use_orig_params)
-        train_once(model)
+        model = small.shard_each(chain(), use_orig_params=use_orig_params)
+        small.train_once(model)
         with model.summon_full_params(model, with_grads=use_orig_params):
             found = [parameter.clone() for parameter in model.parameters()]
     with expected.summon_full_params(expected):

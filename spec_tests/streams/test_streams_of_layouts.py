@@ -24,9 +24,8 @@ from minifsdp.engine.sharded_param import Options
 from minifsdp.engine.shards import shard_of
 from minifsdp.fsdp1.training import clip_gradients
 from spec_tests.harness import device, ranks
-from spec_tests.models.buckets import OneBucket, param
+from spec_tests.models import buckets, small
 from spec_tests.models.modules import chain
-from spec_tests.models.small import shard_each, units_of
 from spec_tests.models.stand_in import StandIn, machine
 from spec_tests.subject import fully_shard
 
@@ -116,8 +115,8 @@ def num_follows(layout: Any) -> int:
 @pytest.mark.spec("STREAM-05")
 @ranks(2)
 def test_all_gather_waits_only_for_copy_made_for_it() -> None:
-    model = shard_each(chain(1), use_orig_params=True)
-    layout = units_of(model)[-1].layout
+    model = small.shard_each(chain(1), use_orig_params=True)
+    layout = small.units_of(model)[-1].layout
     assert num_follows(layout) == 0
     for parameter in layout.local_parameters:
         parameter.data = parameter.data * 2
@@ -141,8 +140,8 @@ def test_all_gather_waits_for_copy_of_replaced_tensor() -> None:
 @pytest.mark.spec("STREAM-04")
 @pytest.mark.proof("order only")
 def test_all_gather_of_one_rank_is_awaited(machine: StandIn) -> None:
-    params, value = [param(torch.Size([4, 2]), 0, None)], torch.ones(4, 2)
-    layout = OneBucket(Bucket(params, [value], Options(torch.device("cpu"), Precision(BF16))))
+    params, value = [buckets.param(torch.Size([4, 2]), 0, None)], torch.ones(4, 2)
+    layout = buckets.OneBucket(Bucket(params, [value], Options(torch.device("cpu"), Precision(BF16))))
     layout.all_gather(machine.comm_streams())
     layout.wait()
     assert machine.log == ["compute waits for gather"]
@@ -153,7 +152,7 @@ def aligned(group: Group | None, dtype: torch.dtype | None) -> Bucket:
     shapes = [torch.Size([3, 1]), torch.Size([5]), torch.Size([1, 7])]
     values = [torch.empty(shape, device=meta) for shape in shapes]
     local_shards = [shard_of(value, 0, 1 if group is None else group.size, 0) for value in values]
-    return Bucket([param(shape, 0, group) for shape in shapes], local_shards, Options(meta, Precision(dtype)))
+    return Bucket([buckets.param(shape, 0, group) for shape in shapes], local_shards, Options(meta, Precision(dtype)))
 
 
 @pytest.mark.pure
@@ -179,9 +178,9 @@ def test_gaps_between_leaves_of_one_rank_keep_their_positions_under_a_cast(
 ) -> None:
     monkeypatch.setattr(Bucket, "_aligned", lambda self, numel: -(-numel // 16) * 16)
     values = [torch.arange(3.0), torch.arange(3.0, 8.0).view(5, 1)]
-    params = [param(value.shape, 0, None) for value in values]
+    params = [buckets.param(value.shape, 0, None) for value in values]
     bucket = Bucket(params, values, Options(torch.device("cpu"), Precision(dtype)))
-    layout = OneBucket(bucket)
+    layout = buckets.OneBucket(bucket)
     layout.all_gather(CommStreams(torch.device("cpu")))
     layout.wait()
     for leaf, value in zip(bucket.leaves, values, strict=True):
