@@ -13,16 +13,16 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from spec_tests import subject
 from spec_tests.checkpoint.checkpoints import fully_sharded, make, quiet, train, wrapped
 from spec_tests.harness import device, ranks
-from spec_tests.models.sharding import HYBRID_SHARD
 from spec_tests.models.values import assert_same, full_values
+from spec_tests.subject import ShardingStrategy, get_state_dict, set_state_dict
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 APIS = ("flat", "original", "fully_shard")
 CHANGING_SIZE = pytest.mark.spec("PROG-90", "FS2-SD-11", "SD-SHARD-04", "OSD-LOAD-08")
 WITH_REPLICAS = pytest.mark.spec("PROG-91", "HYB-10")
+MANY_RANKS = pytest.mark.spec("SCALE-06")
 
 
 def sharded(api: str, group: dist.ProcessGroup, hybrid: str, mesh: DeviceMesh | None, seed: int) -> nn.Module:
@@ -34,13 +34,13 @@ def sharded(api: str, group: dist.ProcessGroup, hybrid: str, mesh: DeviceMesh | 
     if mesh is not None:
         groups = mesh.get_group("shard"), mesh.get_group("replicate")
         options = {"device_mesh": mesh} if hybrid == "mesh" else {"process_group": groups}
-        options["sharding_strategy"] = HYBRID_SHARD
+        options["sharding_strategy"] = ShardingStrategy.HYBRID_SHARD
     return wrapped(model, use_orig_params=api == "original", **options)
 
 
 def save(model: nn.Module, optimizer: Any, form: str, path: Path, group: dist.ProcessGroup) -> None:
     options = StateDictOptions(full_state_dict=form == "full", cpu_offload=form == "full")
-    weights, states = subject.get_state_dict(model, optimizer, options=options)
+    weights, states = get_state_dict(model, optimizer, options=options)
     both = {"model": weights, "optimizer": states}
     if form == "distributed":
         dcp.save(both, checkpoint_id=path, process_group=group)
@@ -50,13 +50,13 @@ def save(model: nn.Module, optimizer: Any, form: str, path: Path, group: dist.Pr
 
 def load(model: nn.Module, optimizer: Any, form: str, path: Path, group: dist.ProcessGroup) -> None:
     if form == "distributed":
-        weights, states = subject.get_state_dict(model, optimizer)
+        weights, states = get_state_dict(model, optimizer)
         both = {"model": weights, "optimizer": states}
         dcp.load(both, checkpoint_id=path, process_group=group)
     else:
         both = torch.load(path, weights_only=True)
     options = StateDictOptions(full_state_dict=form == "full")
-    subject.set_state_dict(
+    set_state_dict(
         model, optimizer, model_state_dict=both["model"], optim_state_dict=both["optimizer"], options=options
     )
 
@@ -64,7 +64,7 @@ def load(model: nn.Module, optimizer: Any, form: str, path: Path, group: dist.Pr
 def all_values(model: nn.Module, optimizer: Any) -> list[Any]:
     """The full parameters and states of the optimizer. All ranks of the model must call it."""
     options = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
-    weights, states = subject.get_state_dict(model, optimizer, options=options)
+    weights, states = get_state_dict(model, optimizer, options=options)
     values = (weights | states).items()
     return [(name, value.tolist()) for name, value in values if isinstance(value, torch.Tensor)]
 
@@ -73,12 +73,12 @@ def all_values(model: nn.Module, optimizer: Any) -> list[Any]:
     ("api", "form", "hybrid", "sizes"),
     [
         *(pytest.param(api, "full", "", (4, 2, 3, 4), marks=CHANGING_SIZE) for api in APIS),
-        *(pytest.param(api, "distributed", "", (4, 2, 3, 4), marks=CHANGING_SIZE) for api in APIS),
-        *(pytest.param(api, "distributed", "mesh", (4, 2, 3, 4), marks=WITH_REPLICAS) for api in APIS),
+        # From 8 ranks to 2 to 4, and from these 4 to 2 to 3 and back to 4.
+        *(pytest.param(api, "distributed", "", (8, 2, 4, 2, 3, 4), marks=(CHANGING_SIZE, MANY_RANKS)) for api in APIS),
+        *(pytest.param(api, "distributed", "mesh", (4, 3, 4), marks=WITH_REPLICAS) for api in APIS),
         pytest.param("original", "distributed", "", (4, 1, 4), marks=CHANGING_SIZE),
         pytest.param("flat", "full", "groups", (4, 2, 4), marks=WITH_REPLICAS),
         pytest.param("flat", "distributed", "groups", (4, 2, 4), marks=WITH_REPLICAS),
-        *(pytest.param(api, "distributed", "", (8, 2, 4), marks=pytest.mark.spec("SCALE-06")) for api in APIS),
     ],
 )
 @ranks(8, timeout=150.0)
