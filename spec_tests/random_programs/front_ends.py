@@ -169,7 +169,7 @@ def _lay_hook(d: Description, model: Any, group: Group) -> None:
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _summed(group: Group, gradient: Tensor, local_shard: Tensor | None, **options: Any) -> Any:
+def _summed(group: Group, gradient: Tensor, local_shard: Tensor | None = None, **options: Any) -> Any:
     if local_shard is None:
         return dist.all_reduce(gradient, group=group, **options)
     return _reduce_scatter(local_shard, gradient, group=group, **options)
@@ -184,10 +184,6 @@ def _in_place(group: Group, gradient: Tensor, local_shard: Tensor | None = None)
     _summed(group, gradient.div_(dist.get_world_size(group)), local_shard)
 
 
-def _plain(group: Group, gradient: Tensor, local_shard: Tensor | None = None) -> None:
-    _summed(group, gradient, local_shard)
-
-
 def _async(group: Group, gradient: Tensor, local_shard: Tensor | None = None) -> None:
     _summed(group, gradient, local_shard, async_op=True).wait()
 
@@ -199,7 +195,7 @@ def _low(group: Group, gradient: Tensor, local_shard: Tensor | None = None) -> N
     (gradient if local_shard is None else local_shard).copy_(low if low_shard is None else low_shard)
 
 
-_HOOKS = {"communication": _combine_and_halve, "in_place": _in_place, "plain": _plain, "async": _async, "low": _low}
+_HOOKS = {"communication": _combine_and_halve, "in_place": _in_place, "plain": _summed, "async": _async, "low": _low}
 
 
 def parameters_here(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -599,21 +599,20 @@ class ByFunction(Sharded):
 
     def _options(self, form: str, **others: Any) -> dcp.StateDictOptions:
         full = form in ("full", "rank0")
-        return dcp.StateDictOptions(full_state_dict=full, **others)
+        return dcp.StateDictOptions(full_state_dict=full, cpu_offload=form == "rank0", **others)
 
     def state(self, form: str) -> dict[str, Any]:
         if form == "own":
             state = self.model.state_dict()
         else:
-            state = dcp.get_model_state_dict(self.model, options=self._options(form, cpu_offload=form == "rank0"))
+            state = dcp.get_model_state_dict(self.model, options=self._options(form))
         # Copied, because these can be the local shards themselves, which training changes.
         return {key: value.detach().clone() for key, value in state.items()}
 
     def optimizer_state(self, form: str) -> dict[str, Any]:
         if form == "own":
             return copy.deepcopy(self.optimizer.state_dict())
-        options = self._options(form, cpu_offload=form == "rank0")
-        state = dcp.get_optimizer_state_dict(self.model, self.optimizer, options=options)
+        state = dcp.get_optimizer_state_dict(self.model, self.optimizer, options=self._options(form))
         return tree_map_only(Tensor, lambda tensor: tensor.detach().clone(), state)
 
     def resume(self, form: str, state: dict[str, Any], optimizer_state: dict[str, Any]) -> None:
@@ -624,14 +623,14 @@ class ByFunction(Sharded):
         if form == "own":
             self.model.load_state_dict(state, strict=strict, assign=assign)
             return
-        options = self._options(form, broadcast_from_rank0=form == "rank0", cpu_offload=form == "rank0", strict=strict)
+        options = self._options(form, broadcast_from_rank0=form == "rank0", strict=strict)
         dcp.set_model_state_dict(self.model, state, options=options)
 
     def _load_optimizer(self, form: str, state: dict[str, Any]) -> None:
         if form == "own":
             self.optimizer.load_state_dict(state)
             return
-        options = self._options(form, broadcast_from_rank0=form == "rank0", cpu_offload=form == "rank0")
+        options = self._options(form, broadcast_from_rank0=form == "rank0")
         dcp.set_optimizer_state_dict(self.model, self.optimizer, state, options=options)
 
     def save(self, call: Call) -> dict[str, Any]:

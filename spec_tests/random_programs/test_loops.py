@@ -1,4 +1,4 @@
-"""A hundred random training loops with each API.
+"""Sixty-five random training loops with each API.
 
 To run others::
 
@@ -14,7 +14,7 @@ from spec_tests.random_programs.draw import drawn
 from spec_tests.random_programs.judge import failure_of
 
 # By number of ranks. Most programs run on two ranks, where the comparison is bitwise and runs are fast.
-NUM_PROGRAMS = {1: 15, 2: 50, 3: 10, 4: 20}
+NUM_PROGRAMS = {1: 10, 2: 40, 3: 5, 4: 10}
 
 
 @pytest.mark.ranks
@@ -24,10 +24,10 @@ NUM_PROGRAMS = {1: 15, 2: 50, 3: 10, 4: 20}
     wrapper=["SHARD-03", "SHARD-15", "NOSYNC-02", "NOSYNC-03", "OFF-04"],
     fully_shard=["FS2-06", "FS2-13", "FS2-22", "FS2-PREF-08", "FS2-SYNC-01"],
 )
-@pytest.mark.parametrize("num_ranks", NUM_PROGRAMS)
 @pytest.mark.parametrize("api", ["wrapped", "fully_shard"])
-def test_any_training_loop_equals_one_process(api: str, num_ranks: int) -> None:
-    failure = failure_of(drawn("loops", NUM_PROGRAMS[num_ranks], 0, api, str(num_ranks)))
+def test_any_training_loop_equals_one_process(api: str) -> None:
+    programs = [d for num_ranks, number in NUM_PROGRAMS.items() for d in drawn("loops", number, 0, api, str(num_ranks))]
+    failure = failure_of(programs)
     if failure is not None:
         pytest.fail(failure, pytrace=False)
 

@@ -25,11 +25,6 @@ def small() -> nn.Module:
     return nn.Linear(2, 3)
 
 
-def _wrap(**options: Any) -> Wrong:
-    """Wraps a small model of its own with a wrong argument."""
-    return lambda side: FSDP(small(), process_group=options.pop("process_group", side.group), **options)
-
-
 def _wrapping(name: str, value: Any) -> Wrong:
     def call(side: Any) -> object:
         options = {"process_group": side.group, name: value}
@@ -57,6 +52,13 @@ def _entering(make: Callable[[Any], Any]) -> Wrong:
 
     return call
 
+
+_LOADS: dict[str, Wrong] = {
+    "load a number": lambda side: side.model.load_state_dict(3),
+    "load None": lambda side: side.model.load_state_dict(None),
+    "load nothing": lambda side: side.model.load_state_dict({}),
+    "load numbers as keys": lambda side: side.model.load_state_dict({1: torch.zeros(1)}),
+}
 
 WRONG_WRAPPED: dict[str, Wrong] = {
     "wrap a number": lambda side: FSDP(3, process_group=side.group),
@@ -118,10 +120,7 @@ WRONG_WRAPPED: dict[str, Wrong] = {
     "a config that is a dict": _entering(
         lambda side: FSDP.state_dict_type(side.model, StateDictType.FULL_STATE_DICT, {"rank0_only": True})
     ),
-    "load a number": lambda side: side.model.load_state_dict(3),
-    "load None": lambda side: side.model.load_state_dict(None),
-    "load nothing": lambda side: side.model.load_state_dict({}),
-    "load numbers as keys": lambda side: side.model.load_state_dict({1: torch.zeros(1)}),
+    **_LOADS,
     "optim_state_dict of a number": lambda side: FSDP.optim_state_dict(3, side.optimizer),
     "optim_state_dict without optimizer": lambda side: FSDP.optim_state_dict(side.model, 3),
     "optim_state_dict of None": lambda side: FSDP.optim_state_dict(side.model, None),
@@ -210,10 +209,7 @@ WRONG_COMPOSED: dict[str, Wrong] = {
     "share a number": lambda side: subject.share_comm_ctx(3),
     "forget a part's iteration": lambda side: side.inner_unit.reset_iter_state(),
     "a custom gather": lambda side: side.model.set_custom_all_gather(None),
-    "load a number": lambda side: side.model.load_state_dict(3),
-    "load None": lambda side: side.model.load_state_dict(None),
-    "load nothing": lambda side: side.model.load_state_dict({}),
-    "load numbers as keys": lambda side: side.model.load_state_dict({1: torch.zeros(1)}),
+    **_LOADS,
     "load whole tensors": lambda side: side.model.load_state_dict(
         {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in side.model.state_dict().items()}
     ),

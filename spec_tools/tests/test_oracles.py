@@ -23,35 +23,22 @@ REFUSED_BY_TORCH_FSDP2 = {
     "writes_input": "its inputs pass through a custom autograd function, whose outputs may not be changed in place",
     "one_sided": "it reduces the gradients that are there; the ranks send different sizes, and gloo ends the process",
 }
-every_model = pytest.mark.parametrize("name", MODELS)
 
 
 # --- the trainers ---
 
 
-@every_model
+@pytest.mark.parametrize("name", MODELS)
 @ranks(2)
-def test_ddp_trains_every_model_like_a_single_process(name: str) -> None:
-    expected = oracles.train_single(MODELS[name], 2)
-    found = oracles.train_ddp(MODELS[name])
-    oracles.assert_same_training(found, expected, oracles.tolerance_for(2), buffers=dist.get_rank() == 0)
-
-
-@every_model
-@pytest.mark.parametrize("original", [False, True])
-@ranks(2)
-def test_torch_fsdp1_trains_every_model_like_a_single_process(name: str, original: bool) -> None:
-    expected = oracles.train_single(MODELS[name], 2, flat_units=True)
-    found = oracles.train_torch_fsdp1(MODELS[name], use_orig_params=original)
-    oracles.assert_same_training(found, expected, oracles.tolerance_for(2), buffers=dist.get_rank() == 0)
-
-
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED_BY_TORCH_FSDP2])
-@ranks(2)
-def test_torch_fsdp2_trains_nearly_every_model_like_a_single_process(name: str) -> None:
-    expected = oracles.train_single(MODELS[name], 2)
-    found = oracles.train_torch_fsdp2(MODELS[name])
-    oracles.assert_same_training(found, expected, oracles.tolerance_for(2), buffers=dist.get_rank() == 0)
+def test_every_trainer_trains_every_model_like_a_single_process(name: str) -> None:
+    info = MODELS[name]
+    plain, flat = oracles.train_single(info, 2), oracles.train_single(info, 2, flat_units=True)
+    trained = [(oracles.train_ddp(info), plain)]
+    trained += [(oracles.train_torch_fsdp1(info, use_orig_params=original), flat) for original in (False, True)]
+    if name not in REFUSED_BY_TORCH_FSDP2:
+        trained.append((oracles.train_torch_fsdp2(info), plain))
+    for found, expected in trained:
+        oracles.assert_same_training(found, expected, oracles.tolerance_for(2), buffers=dist.get_rank() == 0)
 
 
 @pytest.mark.parametrize("name", ["mlp", "uneven", "tied", "unused", "batch_norm", "dropout"])

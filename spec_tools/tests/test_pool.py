@@ -142,19 +142,10 @@ def skip() -> None:
     pytest.skip("not today")
 
 
-def test_body_of_a_test_must_not_skip() -> None:
-    assert "either passes or fails" in failure_of(skip)
-
-
 @ranks(2)
 def issue_one_collective_more_on_rank_0() -> None:
     if dist.get_rank() == 0:
         dist.all_reduce(torch.ones(1), async_op=True)
-
-
-def test_different_numbers_of_collectives_fail_the_test_that_issues_them() -> None:
-    assert "out of step" in failure_of(issue_one_collective_more_on_rank_0)
-    do_nothing()
 
 
 @ranks(2)
@@ -162,8 +153,11 @@ def warn() -> None:
     warnings.warn("only a word", UserWarning, stacklevel=1)
 
 
-def test_a_warning_on_a_rank_is_an_error() -> None:
+def test_a_body_that_skips_warns_or_issues_different_collectives_fails() -> None:
+    assert "either passes or fails" in failure_of(skip)
     assert "UserWarning: only a word" in failure_of(warn)
+    assert "out of step" in failure_of(issue_one_collective_more_on_rank_0)
+    do_nothing()
 
 
 # ---- state that a test leaves ---------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import os
 import re
 import subprocess
 import sys
@@ -20,6 +19,7 @@ import pytest
 
 from spec_tests.harness import pool
 from spec_tests.harness.programs import outcome_of_ranks
+from spec_tools.tutorials import without_launcher
 
 LAB = Path(__file__).resolve().parents[2] / "tutorials" / "failure_lab"
 SCRIPTS = sorted(path.stem for path in LAB.glob("*.py") if path.stem != "lab")
@@ -136,8 +136,7 @@ def test_waiting_rank_prints_its_own_and_other_position(name: str) -> None:
 
 @pytest.mark.spec("LAB-05")
 def test_script_without_launcher_prints_both_ranks_one_after_the_other() -> None:
-    launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    environment = {name: value for name, value in os.environ.items() if name not in launcher} | ENVIRONMENT
+    environment = without_launcher(**ENVIRONMENT)
     command = [sys.executable, str(LAB / "raises_in_backward.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import torch.distributed as dist
 
 from spec_tests.harness.programs import output_of_ranks
 from spec_tests.ports import free_port
+from spec_tools.tutorials import without_launcher
 from tutorials.gpt import options
 from tutorials.gpt import ranks as starting
 
@@ -107,9 +107,7 @@ def test_a_wrong_option_is_explained_before_anything_starts(
 
 def output_of(*command: str) -> str:
     """Runs a command as a user would, without the environment variables of a rank. Returns what it printed."""
-    launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    environment = {name: value for name, value in os.environ.items() if name not in launcher}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment = without_launcher(OMP_NUM_THREADS="1", PYTHONPATH=str(REPOSITORY))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

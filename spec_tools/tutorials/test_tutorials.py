@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -23,6 +22,7 @@ import pytest
 import torch
 
 from spec_tests.harness.programs import output_of_ranks
+from spec_tools.tutorials import without_launcher
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
 
@@ -41,8 +41,7 @@ def output_of(script: str, *arguments: str, num_ranks: int = 2) -> str:
 
 def output_started_plainly(script: str) -> str:
     """The output of a script that is started without a launcher and starts its own ranks."""
-    launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    environment = {name: value for name, value in os.environ.items() if name not in launcher} | ENVIRONMENT
+    environment = without_launcher(**ENVIRONMENT)
     command = [sys.executable, str(TUTORIALS / script)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
