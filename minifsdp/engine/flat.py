@@ -238,11 +238,8 @@ class FlatLayout(Layout):
         return None if self.is_borrowed else lifetime.release(self.unsharded.alias)
 
     def is_stale(self) -> bool:
-        """Whether the shard has changed since the last all-gather. A copy without an all-gather is always stale."""
-        return self.is_copied or self._last_all_gather != (
-            self.steps.count,
-            self.registered.stamp(),
-        )
+        """Whether the shard has changed since the last all-gather. A copy without an all-gather is never kept."""
+        return self._last_all_gather != (self.steps.count, self.registered.stamp())
 
     # --- the attributes of modules ---
 

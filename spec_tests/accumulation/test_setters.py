@@ -237,6 +237,19 @@ def test_zero_grad_drops_gradients_that_are_not_reduced_yet(switch: str, set_to_
     values.assert_same(apis.FULLY_SHARD.gradients(model), values.mean_gradients(seeded(), (2,)))
 
 
+@pytest.mark.spec("NEW-07", "FUZZ-04")
+@pytest.mark.parametrize("set_to_none", [True, False])
+@ranks(2)
+def test_zero_grad_clears_the_gradient_whose_reduction_is_in_flight(set_to_none: bool) -> None:
+    model = apis.FULLY_SHARD.shard()
+    model.set_is_last_backward(False)
+    running.iterate(model, 0)
+    model.zero_grad(set_to_none=set_to_none)
+    model.set_is_last_backward(True)
+    running.iterate(model, 1)
+    values.assert_same(apis.FULLY_SHARD.gradients(model), values.mean_gradients(seeded(), (1,)))
+
+
 # --- resharding while gradients are accumulated ---
 
 

@@ -138,6 +138,17 @@ def test_a_full_dict_is_sharded_without_communication_or_scattered_from_rank_0(k
     optimizer.load_state_dict(sharded)
 
 
+@pytest.mark.spec("OSD-SCAT-01", "OSD-LOAD-05")
+@flat_or_original
+@ranks(2)
+def test_states_of_rank_0_reach_every_replica(keep: bool) -> None:
+    model, optimizer = trained(use_orig_params=keep, sharding_strategy=NO_SHARD)
+    full = FSDP.optim_state_dict(model, optimizer)
+    given = full if dist.get_rank() == 0 else None
+    scattered = old("scatter_full_optim_state_dict", given, model, optim=optimizer)
+    assert_same_state(scattered["state"], optimizer.state_dict()["state"])
+
+
 @pytest.mark.spec("OSD-SHD-01", "OSD-FLAT-01", "OSD-SHD-02")
 @flat_or_original
 @ranks(2)

@@ -158,6 +158,21 @@ def test_parameter_replaced_before_the_first_forward_raises_and_can_be_restored(
             assert_same({name: p.grad for name, p in model.named_parameters()}, mean_gradients(plain))
 
 
+@pytest.mark.spec("CTOR-11")
+@pytest.mark.parametrize("trains", [False, True])
+@ranks(2)
+def test_a_unit_that_ran_alone_joins_a_larger_tree(trains: bool) -> None:
+    model = wrapped()
+    for index in (2, 0):
+        output = model.blocks[index](batch(5))
+        if trains:
+            output.sum().backward()
+    model.zero_grad()
+    with trace.record() as recorder:
+        iterate(model)
+    assert recorder.order("AG")[:5] == ["AG", *(f"AG blocks.{index}" for index in range(4))]
+
+
 class Headed(nn.Module):
     """An encoder that another model may contain as well, and a head."""
 

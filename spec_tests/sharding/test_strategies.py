@@ -99,6 +99,29 @@ def test_optimizer_state_has_the_size_of_the_shards_and_a_step_sends_nothing(str
 # --- all-gathers, resharding and reductions ---
 
 
+@pytest.mark.spec("SHARD-05", "SHARD-08")
+@pytest.mark.parametrize("change", ["in place", "a step"])
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@ranks(2)
+def test_values_that_changed_after_a_forward_without_backward_are_new_in_the_next_forward(
+    strategy: ShardingStrategy, change: str
+) -> None:
+    model = apis.WRAPPED.shard(strategy=strategy)
+    plain = modules.seeded()
+    for one in (model, plain):
+        one(running.batch())
+        if change == "in place":
+            with torch.no_grad():
+                for parameter in one.parameters():
+                    parameter.mul_(0.5)
+        else:
+            optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
+            for parameter in one.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    torch.testing.assert_close(model(running.batch()), plain(running.batch()))
+
+
 @pytest.mark.spec("SHARD-05", "SHARD-09", "SHARD-13")
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @ranks(2)
