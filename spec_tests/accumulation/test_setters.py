@@ -239,8 +239,10 @@ def test_zero_grad_drops_gradients_that_are_not_reduced_yet(switch: str, set_to_
 
 @pytest.mark.spec("NEW-07", "FUZZ-04")
 @pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.accelerator
 @ranks(2)
 def test_zero_grad_clears_the_gradient_whose_reduction_is_in_flight(set_to_none: bool) -> None:
+    """On CPUs, the reduction is complete when a backward ends."""
     model = apis.FULLY_SHARD.shard()
     model.set_is_last_backward(False)
     running.iterate(model, 0)
