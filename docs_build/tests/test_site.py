@@ -96,7 +96,7 @@ def unreachable(tab: Tab) -> list[str]:
 
 @pytest.fixture(scope="module")
 def survey(site: Path, address: str, browser: Tab) -> dict[str, Survey]:
-    """The pages, each opened once. Of the pages about source files, which have one template, every sixth is opened."""
+    """The pages, each opened once; only every sixth page about a source file, because they have one template."""
     found = {}
     own = (address, "data:", "blob:", "about:")
     sources = [page for page in pages_of(site) if page.startswith("read/")]

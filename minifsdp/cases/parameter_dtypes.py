@@ -18,6 +18,7 @@ more all-gather. The gradients are reduced together, in a dtype that can represe
 Spec: NEW-30.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,39 +33,36 @@ from minifsdp.engine.sharded_param import Options, ShardedParam
 class ParameterDtypes:
     """Which parameters keep their dtype, and their bucket; see note 6 of ``engine/bucket.py``.
 
+    The function of the policy is called once for each parameter. A result that is neither ``None`` nor ``param_dtype``
+    nor the dtype of the parameter raises a ValueError.
+
     Args:
         policy: the mixed-precision policy of the unit. Policies of torch before 2.15 do not have the field.
     """
 
     def __init__(self, policy: Any) -> None:
         self._dtype = policy.param_dtype
-        self._choose = getattr(policy, "param_dtype_override_fn", None)
-        self._keeps: dict[ShardedParam, bool] = {}
+        self._choose: Any = getattr(policy, "param_dtype_override_fn", None)
+        self._is_kept = functools.cache(self._ask)
 
     def takes(self, param: ShardedParam, local_shard: torch.Tensor) -> bool:
-        """Whether the parameter computes in its own dtype. Calls the user's function once for each parameter.
+        """Whether the parameter computes in its own dtype."""
+        return self._choose is not None and self._is_kept(param)
 
-        Raises:
-            ValueError: if the function returns anything but ``None``, ``param_dtype`` or the dtype of the parameter.
-        """
-        if self._choose is None:
-            return False
-        if param not in self._keeps:
-            own = param.parameter.dtype
-            chosen = self._choose(param.parameter)
-            if chosen not in (None, self._dtype, own):
-                path = param.info.path
-                raise ValueError(
-                    message(
-                        "dtype-override",
-                        path=path,
-                        own=own,
-                        default=self._dtype,
-                        chosen=chosen,
-                    )
+    def _ask(self, param: ShardedParam) -> bool:
+        own = param.parameter.dtype
+        chosen = self._choose(param.parameter) or self._dtype
+        if chosen not in (self._dtype, own):
+            raise ValueError(
+                message(
+                    "dtype-override",
+                    path=param.info.path,
+                    own=own,
+                    default=self._dtype,
+                    chosen=chosen,
                 )
-            self._keeps[param] = chosen is own and own is not self._dtype
-        return self._keeps[param]
+            )
+        return chosen is not self._dtype
 
     def place(self, param: ShardedParam) -> object:
         """One bucket stores all of them."""
