@@ -6,7 +6,6 @@ equal. On four ranks the order of a sum affects the last bits. ``compare.py`` de
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -31,10 +30,10 @@ NOT_BY_FUNCTION = ("one_sided", "writes_input")
 USED_OFTEN = ("called_twice", "shared_module", "several_forwards")
 
 
-def on_every_model(*cases: tuple[Any, ...], names: Iterable[str] = MODELS) -> list[Any]:
+def on_every_model(*cases: tuple[Any, ...]) -> list[Any]:
     """Each case, which begins with an API and a strategy, with each model that the API supports."""
     found = []
-    for name in names:
+    for name in MODELS:
         for api, strategy, *rest in cases:
             if api != apis.FULLY_SHARD or name not in NOT_BY_FUNCTION:
                 words = [name, str(api), strategy.name, *(each.__name__ for each in rest)]
@@ -56,7 +55,7 @@ def train(api: Any, name: str, recipe: oracles.Recipe, strategy: Any = FULL_SHAR
 
 # --- torch ---
 
-WITH_TORCH = [(apis.WRAPPED, strategy) for strategy in (SHARD_GRAD_OP, NO_SHARD)]
+WITH_TORCH = [(apis.WRAPPED, strategy) for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD)]
 WITH_TORCH += [(apis.FULLY_SHARD, strategy) for strategy in (FULL_SHARD, SHARD_GRAD_OP)]
 
 
@@ -72,7 +71,7 @@ def test_two_ranks_are_bit_equal_to_torch(name: str, api: Any, strategy: Any) ->
 
 
 @pytest.mark.spec("PAR-03", "FS2-04", "FS2-05", "FS2-06", "FS2-13")
-@pytest.mark.parametrize("name", ["uneven", "tied", "frozen", "conv"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_BY_FUNCTION])
 @ranks(2)
 def test_shards_and_sharded_gradients_of_each_rank_equal_those_of_torch(name: str) -> None:
     info, recipe = MODELS[name], oracles.Recipe()
@@ -115,8 +114,10 @@ def test_bfloat16_on_two_by_two_mesh_equals_torch(no_sync: bool) -> None:
 
 # --- one process, and DDP ---
 
-WITH_ONE_PROCESS = [(apis.ORIGINALS, strategy, oracles.adamw) for strategy in (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD)]
-WITH_ONE_PROCESS += [(apis.WRAPPED, FULL_SHARD, oracles.sgd), (apis.FULLY_SHARD, FULL_SHARD, oracles.sgd)]
+STRATEGIES = (FULL_SHARD, SHARD_GRAD_OP, NO_SHARD)
+WITH_ONE_PROCESS = [(apis.WRAPPED, strategy, oracles.sgd) for strategy in STRATEGIES]
+WITH_ONE_PROCESS += [(apis.ORIGINALS, strategy, oracles.adamw) for strategy in STRATEGIES]
+WITH_ONE_PROCESS += [(apis.FULLY_SHARD, strategy, oracles.sgd) for strategy in (FULL_SHARD, SHARD_GRAD_OP)]
 
 
 @pytest.mark.spec("PAR-01", "PAR-03", "PAR-06")
@@ -129,14 +130,12 @@ def test_two_ranks_are_equal_to_one_process_on_both_batches(name: str, api: Any,
     oracles.assert_same_training(train(api, name, recipe, strategy), expected, oracles.tolerance_for(2))
 
 
-WITH_DDP = [(apis.WRAPPED, NO_SHARD), (apis.FULLY_SHARD, FULL_SHARD)]
-# Models with buffers, random numbers, and parameters that are shared, unused, or used on some ranks only.
-COMPARED_WITH_DDP = ("mlp", "uneven", "tied", "unused", "one_sided", "batch_norm", "dropout", "transformer")
+WITH_DDP = [(apis.WRAPPED, NO_SHARD), (apis.WRAPPED, FULL_SHARD), (apis.FULLY_SHARD, FULL_SHARD)]
 
 
 @pytest.mark.spec("PAR-02", "PAR-05")
 @pytest.mark.api_spec(wrapper=["SHARD-12"], fully_shard=["MIG-01"])
-@pytest.mark.parametrize(("name", "api", "strategy"), on_every_model(*WITH_DDP, names=COMPARED_WITH_DDP))
+@pytest.mark.parametrize(("name", "api", "strategy"), on_every_model(*WITH_DDP))
 @ranks(2)
 def test_two_ranks_are_equal_to_ddp(name: str, api: Any, strategy: Any) -> None:
     recipe = oracles.Recipe(steps=2, optimizer=oracles.sgd)
@@ -144,21 +143,12 @@ def test_two_ranks_are_equal_to_ddp(name: str, api: Any, strategy: Any) -> None:
     oracles.assert_same_training(ours, expected, oracles.tolerance_for(2), buffers=True, flat=api != apis.FULLY_SHARD)
 
 
-WITH_FOUR_RANKS = [
-    (apis.FULLY_SHARD, FULL_SHARD),
-    (apis.WRAPPED, HYBRID_SHARD),
-    (apis.FULLY_SHARD, HYBRID_SHARD_ZERO2),
-]
+WITH_FOUR_RANKS = [(apis.WRAPPED, FULL_SHARD), (apis.FULLY_SHARD, FULL_SHARD), *apis.HYBRID_SETTINGS]
 
 
 @pytest.mark.spec("PAR-01", "PAR-05", "PAR-06")
 @pytest.mark.api_spec(fully_shard=["FS2-18", "MIG-04", "MIG-05"])
-@pytest.mark.parametrize(
-    ("name", "api", "strategy"),
-    on_every_model(
-        (apis.FULLY_SHARD, FULL_SHARD), (apis.WRAPPED, HYBRID_SHARD), (apis.FULLY_SHARD, HYBRID_SHARD_ZERO2)
-    ),
-)
+@pytest.mark.parametrize(("name", "api", "strategy"), on_every_model(*WITH_FOUR_RANKS))
 @ranks(4)
 def test_four_ranks_and_two_by_two_are_equal_up_to_the_order_of_a_sum(name: str, api: Any, strategy: Any) -> None:
     recipe = oracles.Recipe(steps=2, optimizer=oracles.sgd)
@@ -169,7 +159,7 @@ def test_four_ranks_and_two_by_two_are_equal_up_to_the_order_of_a_sum(name: str,
 @pytest.mark.spec("PAR-06")
 @pytest.mark.api_spec(wrapper=["CTOR-14"])
 @pytest.mark.parametrize("api", [apis.WRAPPED, apis.FULLY_SHARD], ids=str)
-@pytest.mark.parametrize("name", ["uneven", "tied", "called_twice", "unused", "batch_norm", "checkpoint_outside"])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in NOT_BY_FUNCTION])
 @ranks(1)
 def test_one_rank_is_equal_to_one_process(name: str, api: Any) -> None:
     recipe = oracles.Recipe(steps=2, optimizer=oracles.adamw)
