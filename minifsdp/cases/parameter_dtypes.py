@@ -51,8 +51,8 @@ class ParameterDtypes:
 
     def _ask(self, param: ShardedParam) -> bool:
         own = param.parameter.dtype
-        chosen = self._choose(param.parameter) or self._dtype
-        if chosen not in (self._dtype, own):
+        chosen = self._choose(param.parameter)
+        if chosen not in (None, self._dtype, own):
             raise ValueError(
                 message(
                     "dtype-override",
@@ -62,7 +62,7 @@ class ParameterDtypes:
                     chosen=chosen,
                 )
             )
-        return chosen is not self._dtype
+        return chosen is own and self._dtype not in (None, own)
 
     def place(self, param: ShardedParam) -> object:
         """One bucket stores all of them."""

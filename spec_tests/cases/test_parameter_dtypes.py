@@ -92,7 +92,7 @@ def test_each_parameter_is_asked_for_once_and_a_policy_of_torch_counts() -> None
 
 
 @pytest.mark.spec("NEW-30")
-@pytest.mark.parametrize("chosen", [torch.float16, "bfloat16"])
+@pytest.mark.parametrize("chosen", [torch.float16, "bfloat16", 0])
 @pytest.mark.parametrize("library", LIBRARIES)
 @ranks(2)
 def test_another_dtype_is_an_error(library: str, chosen: Any) -> None:
