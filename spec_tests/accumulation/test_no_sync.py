@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from spec_tests.harness import device, ranks
 from spec_tests.models import apis, modules, running, values
+from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, NO_SHARD
 from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy
-
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
 
 flat_strategies = pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 

@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from spec_tests.harness import device, ranks
 from spec_tests.models import apis, modules, running, values
+from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, NO_SHARD, SHARD_GRAD_OP
 from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy
-
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
 
 NORM_TYPES = (1, 2.0, 3, "inf")
 

@@ -108,13 +108,16 @@ def operators(action: Action) -> int:
     return counted.num
 
 
+def of_a_step(model: nn.Module, count: Count) -> float:
+    counted = count(functools.partial(step, model))
+    model.zero_grad()
+    return counted
+
+
 def per_unit(models: Iterable[nn.Module], count: Count) -> float:
     """The difference of the counts of a step in a model of each of `SIZES`, for one unit."""
-    counts = []
-    for model in models:
-        counts.append(count(functools.partial(step, model)))
-        model.zero_grad()
-    return (counts[0] - counts[1]) / (SIZES[0] - SIZES[1])
+    large, small = (of_a_step(model, count) for model in models)
+    return (large - small) / (SIZES[0] - SIZES[1])
 
 
 def costs(models: list[nn.Module], plain: list[nn.Module]) -> dict[str, float]:
@@ -163,7 +166,7 @@ def main() -> None:
     answer: dict[str, Any] = {"costs": {}, "trace": {}, "ledger": {}}
     for key, make in makers.items():
         models = [warmed_up(make(minifsdp, size)) for size in SIZES]
-        answer["trace"][key] = per_unit(models, of_the_trace)
+        answer["trace"][key] = of_a_step(models[0], of_the_trace)
         answer["ledger"][key] = {
             counts: per_unit(models, functools.partial(of_the_ledger, counts=counts)) for counts in ("call", "c_call")
         }

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from spec_tests.checkpoint.checkpoints import is_plain
 from spec_tests.harness import device, ranks
 from spec_tests.models import apis, modules, running, values
+from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, NO_SHARD, SHARD_GRAD_OP
 from spec_tests.subject import (
     CPUOffload,
     CPUOffloadPolicy,
@@ -28,8 +29,6 @@ from spec_tests.subject import (
     StateDictType,
     trace,
 )
-
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
 
 some_settings = apis.settings_of(
     (apis.WRAPPED, FULL_SHARD),

@@ -16,9 +16,9 @@ import torch.distributed.fsdp as torch_fsdp
 from spec_tests import oracles, subject
 from spec_tests.harness import ranks
 from spec_tests.models import MODELS, apis
-from spec_tests.subject import ShardingStrategy, fully_shard
+from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP, grid
+from spec_tests.subject import fully_shard
 
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
 BF16 = torch.bfloat16
 
 # With `fully_shard`, models whose ranks take different branches need a switch, which
@@ -46,9 +46,7 @@ def train(api: Any, name: str, recipe: oracles.Recipe, strategy: Any = FULL_SHAR
         return oracles.train_fsdp2(api.unit, MODELS[name], recipe, strategy=strategy, **options)
     options |= {"sharding_strategy": strategy.name, "use_orig_params": api.name == apis.ORIGINALS.name}
     if "HYBRID" in strategy.name:
-        rows, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
-        columns, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
-        options["process_group"] = rows, columns
+        options["process_group"] = grid()
     library = torch_fsdp if api.is_torch else subject
     return oracles.train_fsdp1(library.FullyShardedDataParallel, MODELS[name], recipe, **options)
 

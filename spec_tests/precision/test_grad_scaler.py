@@ -12,9 +12,8 @@ from torch.amp import GradScaler
 from spec_tests.harness import device, ranks
 from spec_tests.models import apis, running, values
 from spec_tests.models.modules import seeded
+from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, NO_SHARD, SHARD_GRAD_OP
 from spec_tests.subject import FullyShardedDataParallel, MixedPrecision, ShardedGradScaler, ShardingStrategy
-
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
 
 pytestmark = pytest.mark.spec("MP-29")
 OPTIONS: list[dict[str, Any]] = [

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from spec_tests.harness import device, ranks
 from spec_tests.models import apis
 from spec_tests.models.running import batch
+from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, NO_SHARD
 from spec_tests.oracles.tolerance import tolerance
-from spec_tests.subject import ShardingStrategy
-
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
 
 F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 C64, C128 = torch.complex64, torch.complex128

@@ -19,9 +19,7 @@ from torch import nn
 from spec_tests.harness import ranks
 from spec_tests.models import apis, probes, running, values
 from spec_tests.models.modules import seeded
-from spec_tests.subject import ShardingStrategy
-
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
+from spec_tests.models.sharding import FULL_SHARD, NO_SHARD
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

@@ -11,10 +11,8 @@ import torch
 
 from spec_tests.harness import device, ranks
 from spec_tests.models import apis, running
-from spec_tests.models.sharding import wrapped
+from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, NO_SHARD, SHARD_GRAD_OP, wrapped
 from spec_tests.subject import BackwardPrefetch, ShardingStrategy, trace
-
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
 
 PRE, POST = BackwardPrefetch.BACKWARD_PRE, BackwardPrefetch.BACKWARD_POST
 

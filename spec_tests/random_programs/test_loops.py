@@ -1,4 +1,4 @@
-"""Sixty-five random training loops with each API.
+"""Random training loops with each API.
 
 To run others::
 

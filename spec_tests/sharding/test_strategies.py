@@ -19,10 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.harness import ranks
 from spec_tests.models import apis, modules, running, values
+from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, NO_SHARD, SHARD_GRAD_OP
+from spec_tests.models.whole import odd
 from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, trace
 from spec_tests.waiting import comes_true
 
-FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
 some_settings = apis.settings_of(
     (apis.WRAPPED, FULL_SHARD),
@@ -30,11 +31,6 @@ some_settings = apis.settings_of(
     (apis.WRAPPED, SHARD_GRAD_OP),
     (apis.FULLY_SHARD, FULL_SHARD),
 )
-
-
-def odd() -> Any:
-    """Units of 71, 32, 45 and 58 elements and a root of 56."""
-    return modules.seeded(lambda: modules.Stack(hidden=(5, 2, 3, 4)))
 
 
 # --- layout of parameters ---
@@ -48,7 +44,7 @@ def test_odd_sizes_train_as_in_one_process(num: int, strategy: Any) -> None:
     dist.barrier()
     if dist.get_rank() >= num:
         return
-    plain, model = odd(), apis.WRAPPED.shard(odd(), strategy=strategy, process_group=group)
+    plain, model = modules.seeded(odd), apis.WRAPPED.shard(modules.seeded(odd), strategy=strategy, process_group=group)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
     for step in range(2):
         optimizers[1].zero_grad()
@@ -66,7 +62,7 @@ def test_odd_sizes_train_as_in_one_process(num: int, strategy: Any) -> None:
 @pytest.mark.spec("SHARD-02", "SHARD-03")
 @ranks(4)
 def test_each_rank_stores_one_shard_of_each_unit_and_values_in_its_padding_have_no_effect() -> None:
-    plain, model, rank = odd(), apis.WRAPPED.shard(odd()), dist.get_rank()
+    plain, model, rank = modules.seeded(odd), apis.WRAPPED.shard(modules.seeded(odd)), dist.get_rank()
     shards = values.flat_parameters(model)
     values.assert_same(shards, values.chunked(plain, values.named(plain), 4, rank), bitwise=True)
     num_padding = 0
