@@ -53,7 +53,7 @@ def test_all_stages_run_on_the_cpu_and_the_report_has_their_figures(
     assert "| suite | 1 | 0 | 0 |" in text
 
     compared = {test.partition("[")[2] for test in report.tests(record)}
-    assert {"mlp-wrapped-FULL_SHARD]", "mlp-fully_shard-HYBRID_SHARD]", "mlp-wrapped-NO_SHARD-adamw]"} <= compared
+    assert {"mlp-wrapped-FULL_SHARD]", "mlp-fully_shard-HYBRID_SHARD]", "mlp-originals-NO_SHARD-adamw]"} <= compared
     measured = list(report.findings(record, "collectives"))
     assert {one["collective"] for one in measured} == set(collectives.COLLECTIVES)
     assert all(one["us"] > 0 and one["shared"] for one in measured)
