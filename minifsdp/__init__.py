@@ -33,6 +33,7 @@ from minifsdp.fsdp2.functions import register_fsdp_forward_method, share_comm_ct
 from minifsdp.fsdp2.mesh_dims import DataParallelMeshDims
 from minifsdp.fsdp2.module import FSDPModule, UnshardHandle
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from minifsdp.fsdp2.replicate import ReplicateModule, replicate
 from minifsdp.fully_sharded_data_parallel import FullyShardedDataParallel
 from minifsdp.reduction_overlap import set_reduction_overlap
 from minifsdp_gloo import transport_between as _transport_between
@@ -59,6 +60,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "OptimStateKeyType",
+    "ReplicateModule",
     "ShardedGradScaler",
     "UnshardHandle",
     "bf16_supported",
@@ -66,6 +68,7 @@ __all__ = [
     "explain",
     "fully_shard",
     "register_fsdp_forward_method",
+    "replicate",
     "set_reduction_overlap",
     "share_comm_ctx",
     "token_scale",

@@ -31,6 +31,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
 
 from minifsdp.cases.manual_finalization import finish, reduce_all
 from minifsdp.cases.smaller_mesh import mesh_after_forward, smaller_mesh
+from minifsdp.engine.mesh import MeshGroups
 from minifsdp.fsdp2.options import MixedPrecisionPolicy
 
 
@@ -59,7 +60,8 @@ class TorchAttributes:
     def _fsdp_param_groups(self: Any) -> list["ParamGroup"]:
         if self.unit is None:
             return []
-        mesh = self.unit.layout.params[0].mesh
+        first = self.unit.layout.params[0]
+        mesh, groups = first.mesh, first.mesh_groups
         chosen = mesh_after_forward(self.unit)
         after_forward = smaller_mesh(mesh, chosen.num_shards) if chosen else mesh
         parameters = self.unit.layout.local_parameters
@@ -69,8 +71,8 @@ class TorchAttributes:
         return [
             ParamGroup(
                 mp_policy=self._mp_policy,
-                mesh_info=_info(mesh),
-                post_forward_mesh_info=_info(after_forward)
+                mesh_info=_info(mesh, groups),
+                post_forward_mesh_info=_info(after_forward, groups)
                 if self.unit.policy.reshard_after_forward
                 else None,
                 _orig_dtype=dtype,
@@ -96,14 +98,16 @@ class ParamGroup:
     """
 
     mp_policy: MixedPrecisionPolicy
-    mesh_info: fsdp_common.FSDPMeshInfo
-    post_forward_mesh_info: fsdp_common.FSDPMeshInfo | None
+    mesh_info: fsdp_common.DataParallelMeshInfo
+    post_forward_mesh_info: fsdp_common.DataParallelMeshInfo | None
     _orig_dtype: torch.dtype | None
     _reduce_dtype: torch.dtype | None
 
 
-def _info(mesh: DeviceMesh) -> fsdp_common.FSDPMeshInfo:
+def _info(mesh: DeviceMesh, groups: MeshGroups) -> Any:
     """Converts the mesh to torch's class."""
+    if mesh.ndim == 1 and groups.replicate is not None:
+        return fsdp_common.DDPMeshInfo(mesh, replicate_mesh_dim=0)
     if mesh.ndim == 1:
         return fsdp_common.FSDPMeshInfo(mesh, shard_mesh_dim=0)
     return fsdp_common.HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)

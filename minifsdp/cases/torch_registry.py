@@ -27,11 +27,11 @@ from torch.distributed._composable_state import _insert_module_state
 from minifsdp.engine.compiler import step_over_this_package
 
 
-def register(state: Any, modules: list[nn.Module]) -> None:
-    """Stores the state of ``modules`` where PyTorch and libraries look for it."""
+def register(state: Any, modules: list[nn.Module], call: str) -> None:
+    """Stores the state of ``modules`` where PyTorch and libraries look for it. ``call`` is the name of the function."""
     step_over_this_package()
     for module in modules:
-        module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())["fully_shard"] = None
+        module.__dict__.setdefault(REGISTRY_KEY, OrderedDict())[call] = None
         _insert_module_state(module, state)
         # `torch.distributed.fsdp.fully_shard.state(module)` returns the state.
         # A program may have replaced torch's function, which has this attribute.

@@ -32,7 +32,7 @@ POSITIVE = Kind("at least 1", lambda value: value >= 1, ValueError)
 
 
 class UnsupportedMethods:
-    """Methods that raise an error, unless the argument is the default value, or that have no effect."""
+    """Methods that raise an error, or that have no effect."""
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """No effect (NEW-10): collectives here always sum, and the division is a separate step."""
@@ -44,27 +44,15 @@ class UnsupportedMethods:
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True
     ) -> None:
-        """Not supported (NEW-18), except with 1, the default.
+        """No effect (NEW-18): the number is an upper limit, and at most one reduction is in flight here.
 
         Raises:
             TypeError: if the value is not an integer, or is a bool.
             ValueError: if the value is smaller than 1.
         """
-        require(
-            INTEGER,
-            "set_reduce_scatter_max_input_buffers",
-            max_input_buffers=max_input_buffers,
-        )
-        require(
-            POSITIVE,
-            "set_reduce_scatter_max_input_buffers",
-            max_input_buffers=max_input_buffers,
-        )
-        if max_input_buffers > 1:
-            raise _not_offered(
-                "set_reduce_scatter_max_input_buffers",
-                "1, the default of one reduction in flight",
-            )
+        call = "set_reduce_scatter_max_input_buffers"
+        require(INTEGER, call, max_input_buffers=max_input_buffers)
+        require(POSITIVE, call, max_input_buffers=max_input_buffers)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """No effect (NEW-18). In torch, it sets the stream that allocates the memory of all-gathers."""

@@ -44,6 +44,11 @@ _OFFLOAD = Kind(
     ),
 )
 
+_MESH_DIMS = Kind(
+    "a DataParallelMeshDims or None",
+    lambda value: value is None or hasattr(value, "shard_names"),
+)
+
 
 def check_options(
     *,
@@ -68,17 +73,20 @@ def check_options(
     require(PRECISION_POLICY, call, mp_policy=mp_policy)
     require(_OFFLOAD, call, offload_policy=offload_policy)
     require(PARAMETERS, call, ignored_params=ignored_params)
-    if mesh is not None or dist.is_initialized():
+    require(_MESH_DIMS, call, dp_mesh_dims=dp_mesh_dims)
+    if dp_mesh_dims is not None:
+        # As in torch, a number cannot be combined with it.
+        if not isinstance(reshard_after_forward, bool | None):
+            raise NotImplementedError(message("reshard-number-and-dims"))
+    elif mesh is not None or dist.is_initialized():
         size = mesh.size(mesh.ndim - 1) if mesh is not None else dist.get_world_size()
         check_number(reshard_after_forward, size)
-    if dp_mesh_dims is not None:
-        raise NotImplementedError(message("dp-mesh-dims"))
 
 
 def check_modules(
-    modules: Sequence[Any], is_sharded: Callable[[nn.Module], bool]
+    modules: Sequence[Any], call: str, is_sharded: Callable[[nn.Module], bool]
 ) -> None:
-    """Checks the modules of one ``fully_shard`` call.
+    """Checks the modules of one call of ``fully_shard`` or ``replicate``.
 
     Raises:
         TypeError: if an object is not a module.
@@ -86,15 +94,19 @@ def check_modules(
         AssertionError: if ``fully_shard`` was called on one before.
     """
     if wrong := [one for one in modules if not isinstance(one, nn.Module)]:
-        raise TypeError(message("fully-shard-type", wrong=wrong[0]))
+        raise TypeError(message("fully-shard-type", call=call, wrong=wrong[0]))
     if not modules:
-        raise NoModulesError(message("no-modules"))
+        raise NoModulesError(message("no-modules", call=call))
     for module in modules:
         # In a list of several modules, the forwards of the other modules all-gather its parameters.
         if len(modules) == 1 and is_only_called_in_parts(module):
-            raise ValueError(message("no-forward", type=type(module).__name__))
+            raise ValueError(
+                message("no-forward", call=call, type=type(module).__name__)
+            )
         if is_sharded(module):
-            raise AssertionError(message("sharded-twice", type=type(module).__name__))
+            raise AssertionError(
+                message("sharded-twice", call=call, type=type(module).__name__)
+            )
         ownership.check_one_api(module, "fully_shard")
     if inside := [
         one
@@ -102,7 +114,9 @@ def check_modules(
         for other in modules
         if other is not one and one in set(other.modules())
     ]:
-        raise ValueError(message("nested-in-list", type=type(inside[0]).__name__))
+        raise ValueError(
+            message("nested-in-list", call=call, type=type(inside[0]).__name__)
+        )
 
 
 def check_parameter(

@@ -126,12 +126,12 @@ class ShardedParam:
         dim = 0 if placement is None else placement.dim % original.ndim
         self.shape = local.shape
         self.dim = dim
-        self.num_shards = mesh.size(mesh.ndim - 1)
+        self.num_shards = mesh_groups.num_shards
         self.chunk_numel = padded_shard_numel(self.shape, dim, self.num_shards)
         self._tensor_parallel = (
             original._spec if isinstance(original, DTensor) else None
         )
-        self._spec = self._make_spec(original, mesh)
+        self._spec = self.make_spec(original, mesh)
         self.local_shard = shard_of(
             local, dim, self.num_shards, mesh_groups.shard_index
         )
@@ -141,9 +141,10 @@ class ShardedParam:
         self.is_trained = original.requires_grad
         self.version = 0
 
-    def _make_spec(
+    def make_spec(
         self, original: nn.Parameter, mesh: DeviceMesh
     ) -> dtensor_spec.DTensorSpec:
+        """The spec of the DTensors around `local_shard`. A case can have another one."""
         dim = self.dim
         inner = self._tensor_parallel
         placements: tuple[Placement, ...] = (Shard(dim),)

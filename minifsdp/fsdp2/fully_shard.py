@@ -18,7 +18,7 @@ Shard inner modules first and the root last: a unit consists of the parameters t
 
 *In torch:* ``_fully_shard.py`` and ``_fsdp_init.py``.
 
-Spec: FS2-01 to FS2-25, NEW-04, NEW-05, NEW-16, NEW-23.
+Spec: FS2-01 to FS2-25, NEW-04, NEW-05, NEW-16, NEW-23, NEW-31.
 """
 
 from collections.abc import Callable
@@ -30,6 +30,7 @@ from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from minifsdp.cases import torch_registry
+from minifsdp.cases.full_mesh import FullMesh
 from minifsdp.cases.of_fully_shard import BUCKETS, PLACEMENTS, STATES
 from minifsdp.cases.optimizer_steps import optimizer_steps
 from minifsdp.cases.second_places import find_second_places
@@ -48,7 +49,7 @@ from minifsdp.engine.reduce import ReducePlan
 from minifsdp.engine.sharded_param import Options, ShardedParam
 from minifsdp.engine.unit import Unit, UnitPolicy, modules_of_unit
 from minifsdp.fsdp2.fsdp_state import FSDPState, state_of
-from minifsdp.fsdp2.module import sharded_class
+from minifsdp.fsdp2.module import FSDPModule, sharded_class
 from minifsdp.fsdp2.options import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 M = TypeVar("M", bound=nn.Module | list[nn.Module])
@@ -83,7 +84,8 @@ def fully_shard(
         mp_policy: the mixed-precision policy.
         offload_policy: whether shards are stored on the CPU.
         ignored_params: parameters that are not sharded.
-        dp_mesh_dims: not supported.
+        dp_mesh_dims: a `DataParallelMeshDims` with the dimensions of ``mesh`` for data parallelism; the parameters are
+            DTensors on ``mesh``.
 
     Returns:
         ``module``.
@@ -106,10 +108,61 @@ def fully_shard(
     modules: list[nn.Module] = (
         list(module) if isinstance(module, list | tuple) else [module]
     )
-    shardable.check_modules(modules, is_sharded=lambda one: state_of(one) is not None)
-    mesh = mesh if mesh is not None else _default_mesh()
+    shardable.check_modules(modules, "fully_shard", _is_sharded)
+    mesh = mesh if mesh is not None else default_mesh()
+    attach()
+    create_state(
+        modules,
+        ParamMesh(mesh) if dp_mesh_dims is None else FullMesh(mesh, dp_mesh_dims),
+        mp_policy,
+        offload_policy,
+        ignored_params,
+        shard_placement_fn,
+        reshard_after_forward,
+    )
+    make_sharded(modules, "fully_shard", FSDPModule, "FSDP")
+    return module
+
+
+class ParamMesh:
+    """The mesh of the parameters of one call.
+
+    Args:
+        mesh: a mesh with the dimensions of ``mesh.py``: (shard), or (replicate, shard).
+
+    Attributes:
+        mesh: as given.
+        groups: this rank's groups on it.
+        param: creates a parameter, with the arguments of `ShardedParam`.
+
+    Raises:
+        ValueError: if the mesh has more than two dimensions.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.groups = _groups_of(mesh)
+        self.param = ShardedParam
+
+
+def create_state(
+    modules: list[nn.Module],
+    param_mesh: Any,
+    mp_policy: MixedPrecisionPolicy,
+    offload_policy: OffloadPolicy,
+    ignored_params: set[nn.Parameter] | None = None,
+    placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    reshard_after_forward: bool | int | None = None,
+) -> None:
+    """Creates the unit and the state of ``modules``. The arguments are those of `fully_shard`.
+
+    Args:
+        param_mesh: a `ParamMesh`, or an object with the same attributes.
+    """
     # With the index of the current device.
-    device = torch.empty(0, dtype=torch.uint8, device=mesh.device_type).device
+    device = torch.empty(
+        0, dtype=torch.uint8, device=param_mesh.mesh.device_type
+    ).device
     # 1. Collect in module order. A parameter that is tied inside the unit stays one parameter.
     owners = modules_of_unit(modules, _is_apart)
     parameters = owned_parameters(owners, set(ignored_params or ()))
@@ -117,9 +170,9 @@ def fully_shard(
     find_second_places(owners, parameters)
     use_dense_gradients(parameters)
     _move_to(device, owners, parameters)
-    params = _sharded_params(parameters, mesh, shard_placement_fn)
+    params = _sharded_params(parameters, param_mesh, placement_fn)
     compare_while_debugging(params)
-    events.sharded(modules_of_unit(modules, lambda one: state_of(one) is not None))
+    events.sharded(modules_of_unit(modules, _is_sharded))
     options = Options(
         device,
         Precision(mp_policy.param_dtype, mp_policy.reduce_dtype),
@@ -132,17 +185,38 @@ def fully_shard(
         unit = _make_unit(modules, parameters, params, options, reshard_after_forward)
     # 3. The state registers the hooks.
     create = next((case for case in STATES if case.takes(modules)), FSDPState)
-    state = create(modules, unit, device, mp_policy, reshard_after_forward)
-    # 4. Add the methods, the hooks for state dicts, and the registration that libraries read.
+    create(modules, unit, device, mp_policy, reshard_after_forward)
+
+
+def make_sharded(
+    modules: list[nn.Module], call: str, base: type[FSDPModule], prefix: str
+) -> None:
+    """Adds the methods of ``base``, the hooks for state dicts, and the registration that libraries read.
+
+    Args:
+        modules: the modules of one call; their state is complete.
+        call: the name of the function that was called.
+        base: the class with the methods.
+        prefix: the beginning of the names of the new classes.
+    """
     for one in modules:
-        one.__class__ = sharded_class(type(one))  # type: ignore[arg-type]
+        one.__class__ = sharded_class(type(one), base, prefix)  # type: ignore[arg-type]
+    state = state_of(modules[0])
     for extend in events.states:
         extend(state)
-    torch_registry.register(state, modules)
-    return module
+    torch_registry.register(state, modules, call)
 
 
-def _default_mesh() -> DeviceMesh:
+def _is_sharded(module: nn.Module) -> bool:
+    return state_of(module) is not None
+
+
+def default_mesh(names: tuple[str, ...] | None = None) -> DeviceMesh:
+    """A mesh of all ranks, with these names of its dimensions.
+
+    Raises:
+        ValueError: if there is neither a default process group nor the environment variables of a launcher.
+    """
     if not torch.distributed.is_initialized():
         try:
             torch.distributed.init_process_group()
@@ -153,12 +227,12 @@ def _default_mesh() -> DeviceMesh:
     return init_device_mesh(
         device.type if device is not None else "cpu",
         (torch.distributed.get_world_size(),),
+        mesh_dim_names=names,
     )
 
 
 def _groups_of(mesh: DeviceMesh) -> MeshGroups:
     """This rank's shard group and replicate group on the user's mesh, see ``mesh.py``."""
-    attach()
     if mesh.ndim == 1:
         return MeshGroups.sharded(Group.of(mesh.get_group()))
     if mesh.ndim != 2:
@@ -192,11 +266,12 @@ def _move_to(
 
 def _sharded_params(
     parameters: dict[nn.Parameter, ParamInfo],
-    mesh: DeviceMesh,
+    param_mesh: Any,
     placement_fn: Callable[[nn.Parameter], Any] | None,
 ) -> list[ShardedParam]:
     """Chooses for each parameter how it is sharded, and over which mesh."""
-    mesh_groups = {mesh: _groups_of(mesh)}
+    mesh = param_mesh.mesh
+    mesh_groups = {mesh: param_mesh.groups}
     found = []
     for parameter, info in parameters.items():
         placement: Any = placement_fn(parameter) if placement_fn else None
@@ -205,12 +280,9 @@ def _sharded_params(
             placement, own_mesh = case(placement, own_mesh, info.path)
         if own_mesh not in mesh_groups:
             mesh_groups[own_mesh] = _groups_of(own_mesh)
-        shardable.check_parameter(
-            parameter, info.path, placement, own_mesh.size(own_mesh.ndim - 1)
-        )
-        found.append(
-            ShardedParam(info, parameter, own_mesh, mesh_groups[own_mesh], placement)
-        )
+        groups = mesh_groups[own_mesh]
+        shardable.check_parameter(parameter, info.path, placement, groups.num_shards)
+        found.append(param_mesh.param(info, parameter, own_mesh, groups, placement))
     return found
 
 

@@ -1,11 +1,12 @@
 """``DataParallelMeshDims``: the names of the dimensions of a mesh for data parallelism.
 
-Example: ``DataParallelMeshDims(shard="data")``. Programs can create and read such an object. The argument
-``dp_mesh_dims`` of ``fully_shard`` is not supported.
+Worked example: on a mesh with the dimensions ``("copies", "data", "cut")``, the argument
+``dp_mesh_dims=DataParallelMeshDims(shard="data", replicate="copies")`` of ``fully_shard`` shards over ``data`` and
+replicates over ``copies``. Another kind of parallelism uses ``cut``, see ``cases/full_mesh.py``.
 
 *In torch:* the class of the same name in ``_fsdp_common.py``.
 
-Spec: NEW-18.
+Spec: NEW-18, NEW-31.
 """
 
 from dataclasses import dataclass

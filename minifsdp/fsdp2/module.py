@@ -320,8 +320,10 @@ class FSDPModule(
 
 
 @functools.cache
-def sharded_class(original: type[Any]) -> type[Any]:
-    """A subclass of `FSDPModule` and ``original``, created once for each class."""
+def sharded_class(
+    original: type[Any], base: type[FSDPModule], prefix: str
+) -> type[Any]:
+    """A subclass of ``base`` and ``original``, created once for each class. ``prefix`` begins its name."""
     # PyTorch's pipeline schedules check for torch's class. Last, so that no other class inherits its methods.
     # A program may have replaced torch's class by this one.
     others = (
@@ -329,7 +331,7 @@ def sharded_class(original: type[Any]) -> type[Any]:
         if torch_fsdp.FSDPModule is FSDPModule
         else (without_methods(torch_fsdp.FSDPModule, FSDPModule),)
     )
-    return type(f"FSDP{original.__name__}", (FSDPModule, original, *others), {})
+    return type(f"{prefix}{original.__name__}", (base, original, *others), {})
 
 
 def _units(module: Any, recurse: bool) -> list[Unit]:

@@ -28,7 +28,7 @@ def test_a_message_begins_with_the_rank_and_ends_with_the_address() -> None:
 @pytest.mark.pure
 def test_without_a_process_group_a_message_names_rank_0() -> None:
     assert not dist.is_initialized()
-    assert message("no-modules").startswith("rank 0: ")
+    assert message("no-modules", call="fully_shard").startswith("rank 0: ")
 
 
 @pytest.mark.spec("LEDGER-02")

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.pure
 # `python -m spec_tools.size` prints the present size.
 LARGEST = {
     "minifsdp, minifsdp_gloo and minifsdp_tools": Size(statements=11_200, tokens=121_300),
-    "minifsdp": Size(statements=8_480, tokens=87_500),
+    "minifsdp": Size(statements=8_790, tokens=90_000),
     "minifsdp: fully_shard and all that it imports": Size(statements=4_600, tokens=44_000),
     "minifsdp: the same without cases and checks": Size(statements=2_095, tokens=19_250),
 }
