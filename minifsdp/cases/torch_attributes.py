@@ -61,7 +61,8 @@ class TorchAttributes:
         if self.unit is None:
             return []
         first = self.unit.layout.params[0]
-        mesh, groups = first.mesh, first.mesh_groups
+        mesh = first.mesh
+        groups = first.mesh_groups
         chosen = mesh_after_forward(self.unit)
         after_forward = smaller_mesh(mesh, chosen.num_shards) if chosen else mesh
         parameters = self.unit.layout.local_parameters

@@ -58,7 +58,6 @@ from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle, current
 from minifsdp.engine.events import events
 from minifsdp.engine.layout import Gradient, Layout
 from minifsdp.engine.mesh import Group, MeshGroups
-from minifsdp.engine.messages import message
 
 CommHook = Callable[..., Any]
 
@@ -79,6 +78,8 @@ class ReducePlan:
         partial: sum of earlier backwards that was not all-reduced yet, with the numbers of its parameters.
         computed_in: the dtype of the unsharded parameters when `dtype` was chosen; ``None`` until the first forward.
         after_reduction: a function of the user, which gets the reduced shard before the layout accepts it.
+        join_partial: a function of a case, for layouts whose backwards can have gradients of other parameters than
+            `partial`. It gets the layout, the plan and the gradient, and makes their parameters equal.
     """
 
     mesh: MeshGroups
@@ -91,13 +92,24 @@ class ReducePlan:
     after_reduction: Callable[[torch.Tensor], None] | None = None
     indices: frozenset[int] | None = None
     computed_in: torch.dtype | None = None
+    join_partial: Any = None
 
     @classmethod
     def mean(
-        cls, mesh: MeshGroups, dtype: torch.dtype, indices: frozenset[int] | None = None
+        cls,
+        mesh: MeshGroups,
+        dtype: torch.dtype,
+        indices: frozenset[int] | None = None,
+        join_partial: Any = None,
     ) -> ReducePlan:
         """The mean over all ranks of the mesh."""
-        return cls(mesh, dtype, Scaling.of(mesh.num_ranks, dtype), indices=indices)
+        return cls(
+            mesh,
+            dtype,
+            Scaling.of(mesh.num_ranks, dtype),
+            indices=indices,
+            join_partial=join_partial,
+        )
 
     def use(self, dtype: torch.dtype) -> None:
         """Changes the reduce dtype to ``dtype``."""
@@ -177,12 +189,7 @@ class Reducer:
             self._complete(before)
             before = None
         if plan.partial is not None and plan.partial[0] != gradient.indices:
-            # Check before the stream reads the gradient, because after an error nothing would keep the gradient alive.
-            waiting = len(plan.partial[0])
-            added = len(gradient.indices)
-            raise RuntimeError(
-                message("uneven-partial", name=layout.name, waiting=waiting, new=added)
-            )
+            plan.join_partial(layout, plan, gradient)
         if before is not None and before.scattered is not COMPLETED:
             self.before_concat()
         # 1. On the compute stream, which allocated the parts, so their memory can be reused immediately. During

@@ -22,17 +22,20 @@ Spec: FS2-01 to FS2-25, NEW-04, NEW-05, NEW-16, NEW-23, NEW-31.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from minifsdp.cases import torch_registry
+from minifsdp.cases.default_mesh import default_mesh
 from minifsdp.cases.full_mesh import FullMesh
 from minifsdp.cases.of_fully_shard import BUCKETS, PLACEMENTS, STATES
 from minifsdp.cases.optimizer_steps import optimizer_steps
+from minifsdp.cases.partial_sums import join_partial
 from minifsdp.cases.second_places import find_second_places
 from minifsdp.cases.smaller_mesh import reshard_to_number
 from minifsdp.cases.sparse_gradients import use_dense_gradients
@@ -108,44 +111,41 @@ def fully_shard(
     modules: list[nn.Module] = (
         list(module) if isinstance(module, list | tuple) else [module]
     )
-    shardable.check_modules(modules, "fully_shard", _is_sharded)
+    shardable.check_modules(
+        modules, "fully_shard", lambda one: state_of(one) is not None
+    )
     mesh = mesh if mesh is not None else default_mesh()
     attach()
-    create_state(
+    shard_modules(
         modules,
-        ParamMesh(mesh) if dp_mesh_dims is None else FullMesh(mesh, dp_mesh_dims),
+        ParamMesh(mesh, _groups_of(mesh))
+        if dp_mesh_dims is None
+        else FullMesh(mesh, dp_mesh_dims),
         mp_policy,
         offload_policy,
         ignored_params,
         shard_placement_fn,
         reshard_after_forward,
     )
-    make_sharded(modules, "fully_shard", FSDPModule, "FSDP")
     return module
 
 
+@dataclass(frozen=True)
 class ParamMesh:
     """The mesh of the parameters of one call.
 
-    Args:
-        mesh: a mesh with the dimensions of ``mesh.py``: (shard), or (replicate, shard).
-
     Attributes:
-        mesh: as given.
+        mesh: the mesh.
         groups: this rank's groups on it.
-        param: creates a parameter, with the arguments of `ShardedParam`.
-
-    Raises:
-        ValueError: if the mesh has more than two dimensions.
+        param: creates a parameter on it, with the arguments of `ShardedParam`.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        self.groups = _groups_of(mesh)
-        self.param = ShardedParam
+    mesh: DeviceMesh
+    groups: MeshGroups
+    param: Callable[..., ShardedParam] = ShardedParam
 
 
-def create_state(
+def shard_modules(
     modules: list[nn.Module],
     param_mesh: Any,
     mp_policy: MixedPrecisionPolicy,
@@ -153,11 +153,14 @@ def create_state(
     ignored_params: set[nn.Parameter] | None = None,
     placement_fn: Callable[[nn.Parameter], Any] | None = None,
     reshard_after_forward: bool | int | None = None,
+    base: type[FSDPModule] = FSDPModule,
 ) -> None:
-    """Creates the unit and the state of ``modules``. The arguments are those of `fully_shard`.
+    """Does the four steps above. The arguments that are not listed are those of `fully_shard`.
 
     Args:
+        modules: the modules of the unit.
         param_mesh: a `ParamMesh`, or an object with the same attributes.
+        base: the class with the methods of the modules.
     """
     # With the index of the current device.
     device = torch.empty(
@@ -172,7 +175,7 @@ def create_state(
     _move_to(device, owners, parameters)
     params = _sharded_params(parameters, param_mesh, placement_fn)
     compare_while_debugging(params)
-    events.sharded(modules_of_unit(modules, _is_sharded))
+    events.sharded(modules_of_unit(modules, lambda one: state_of(one) is not None))
     options = Options(
         device,
         Precision(mp_policy.param_dtype, mp_policy.reduce_dtype),
@@ -185,50 +188,13 @@ def create_state(
         unit = _make_unit(modules, parameters, params, options, reshard_after_forward)
     # 3. The state registers the hooks.
     create = next((case for case in STATES if case.takes(modules)), FSDPState)
-    create(modules, unit, device, mp_policy, reshard_after_forward)
-
-
-def make_sharded(
-    modules: list[nn.Module], call: str, base: type[FSDPModule], prefix: str
-) -> None:
-    """Adds the methods of ``base``, the hooks for state dicts, and the registration that libraries read.
-
-    Args:
-        modules: the modules of one call; their state is complete.
-        call: the name of the function that was called.
-        base: the class with the methods.
-        prefix: the beginning of the names of the new classes.
-    """
+    state = create(modules, unit, device, mp_policy, reshard_after_forward)
+    # 4. Add the methods, the hooks for state dicts, and the registration that libraries read.
     for one in modules:
-        one.__class__ = sharded_class(type(one), base, prefix)  # type: ignore[arg-type]
-    state = state_of(modules[0])
+        one.__class__ = sharded_class(type(one), base)  # type: ignore[arg-type]
     for extend in events.states:
         extend(state)
-    torch_registry.register(state, modules, call)
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return state_of(module) is not None
-
-
-def default_mesh(names: tuple[str, ...] | None = None) -> DeviceMesh:
-    """A mesh of all ranks, with these names of its dimensions.
-
-    Raises:
-        ValueError: if there is neither a default process group nor the environment variables of a launcher.
-    """
-    if not torch.distributed.is_initialized():
-        try:
-            torch.distributed.init_process_group()
-        except ValueError as error:
-            raise ValueError(message("no-launcher", error=error)) from error
-    # Without `check_available`, a GPU build reports its accelerator even if the machine has none.
-    device = torch.accelerator.current_accelerator(check_available=True)
-    return init_device_mesh(
-        device.type if device is not None else "cpu",
-        (torch.distributed.get_world_size(),),
-        mesh_dim_names=names,
-    )
+    torch_registry.register(state, modules, base.name_of_call)
 
 
 def _groups_of(mesh: DeviceMesh) -> MeshGroups:
@@ -270,19 +236,16 @@ def _sharded_params(
     placement_fn: Callable[[nn.Parameter], Any] | None,
 ) -> list[ShardedParam]:
     """Chooses for each parameter how it is sharded, and over which mesh."""
-    mesh = param_mesh.mesh
-    mesh_groups = {mesh: param_mesh.groups}
+    mesh_groups = {param_mesh.mesh: param_mesh.groups}
     found = []
     for parameter, info in parameters.items():
         placement: Any = placement_fn(parameter) if placement_fn else None
-        own_mesh = mesh
+        mesh = param_mesh.mesh
         for case in PLACEMENTS:
-            placement, own_mesh = case(placement, own_mesh, info.path)
-        if own_mesh not in mesh_groups:
-            mesh_groups[own_mesh] = _groups_of(own_mesh)
-        groups = mesh_groups[own_mesh]
+            placement, mesh = case(placement, mesh, info.path)
+        groups = mesh_groups[mesh] = mesh_groups.get(mesh) or _groups_of(mesh)
         shardable.check_parameter(parameter, info.path, placement, groups.num_shards)
-        found.append(param_mesh.param(info, parameter, own_mesh, groups, placement))
+        found.append(param_mesh.param(info, parameter, mesh, groups, placement))
     return found
 
 
@@ -303,7 +266,7 @@ def _make_unit(
         numbers_on.setdefault(param.mesh_groups, []).append(number)
     has_one = len(numbers_on) == 1
     plans = [
-        ReducePlan.mean(on, dtype, None if has_one else frozenset(own))
+        ReducePlan.mean(on, dtype, None if has_one else frozenset(own), join_partial)
         for on, own in numbers_on.items()
     ]
     unit = Unit(

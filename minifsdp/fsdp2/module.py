@@ -69,6 +69,9 @@ class FSDPModule(
 ):
     """A module on which ``fully_shard`` was called, never constructed directly. All ranks must set equal options."""
 
+    # The name in PyTorch's registry, see ``cases/torch_registry.py``.
+    name_of_call = "fully_shard"
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Creates a module of the original class, so ``model[:2]`` of a sharded ``Sequential`` is not sharded."""
         # `sharded_class` creates a class with the base classes `FSDPModule` and the original class.
@@ -320,10 +323,8 @@ class FSDPModule(
 
 
 @functools.cache
-def sharded_class(
-    original: type[Any], base: type[FSDPModule], prefix: str
-) -> type[Any]:
-    """A subclass of ``base`` and ``original``, created once for each class. ``prefix`` begins its name."""
+def sharded_class(original: type[Any], base: type[Any]) -> type[Any]:
+    """A subclass of ``base`` and ``original``, created once for each class."""
     # PyTorch's pipeline schedules check for torch's class. Last, so that no other class inherits its methods.
     # A program may have replaced torch's class by this one.
     others = (
@@ -331,7 +332,12 @@ def sharded_class(
         if torch_fsdp.FSDPModule is FSDPModule
         else (without_methods(torch_fsdp.FSDPModule, FSDPModule),)
     )
-    return type(f"{prefix}{original.__name__}", (base, original, *others), {})
+    # For example ``FSDPBlock``.
+    return type(
+        base.__name__.removesuffix("Module") + original.__name__,
+        (base, original, *others),
+        {},
+    )
 
 
 def _units(module: Any, recurse: bool) -> list[Unit]:

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor import _dtensor_spec as dtensor_spec
 
+from minifsdp.cases.default_mesh import default_mesh
 from minifsdp.cases.full_mesh import FullMesh
 from minifsdp.checks import shardable
 from minifsdp.checks.attach import attach
@@ -32,7 +33,7 @@ from minifsdp.engine.mesh import Group, MeshGroups
 from minifsdp.engine.messages import message
 from minifsdp.engine.sharded_param import ShardedParam
 from minifsdp.fsdp2.fsdp_state import state_of
-from minifsdp.fsdp2.fully_shard import create_state, default_mesh, make_sharded
+from minifsdp.fsdp2.fully_shard import ParamMesh, shard_modules
 from minifsdp.fsdp2.module import FSDPModule
 from minifsdp.fsdp2.options import MixedPrecisionPolicy, OffloadPolicy
 
@@ -41,6 +42,8 @@ M = TypeVar("M", bound=nn.Module | list[nn.Module])
 
 class ReplicateModule(FSDPModule):
     """A module on which ``replicate`` was called. It has the methods of `FSDPModule`."""
+
+    name_of_call = "replicate"
 
 
 class ReplicatedParam(ShardedParam):
@@ -53,24 +56,6 @@ class ReplicatedParam(ShardedParam):
         return dtensor_spec.DTensorSpec(
             spec.mesh, placements, tensor_meta=spec.tensor_meta
         )
-
-
-class ReplicaMesh:
-    """A mesh with replicas only; the attributes are those of `ParamMesh`.
-
-    Args:
-        mesh: a mesh with one dimension.
-
-    Raises:
-        ValueError: if the mesh has more dimensions.
-    """
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        if mesh.ndim != 1:
-            raise ValueError(message("replicate-mesh", mesh=mesh))
-        self.mesh = mesh
-        self.groups = MeshGroups.replicated(Group.of(mesh.get_group()))
-        self.param = ReplicatedParam
 
 
 def replicate(
@@ -125,16 +110,23 @@ def replicate(
             message("replicate-with-shard", shard=dp_mesh_dims.shard_names)
         )
     mesh = mesh if mesh is not None else default_mesh(("replicate",))
+    if dp_mesh_dims is None and mesh.ndim != 1:
+        raise ValueError(message("replicate-mesh", mesh=mesh))
     attach()
-    create_state(
+    shard_modules(
         modules,
-        ReplicaMesh(mesh) if dp_mesh_dims is None else FullMesh(mesh, dp_mesh_dims),
+        FullMesh(mesh, dp_mesh_dims) if dp_mesh_dims is not None else _replicas(mesh),
         mp_policy,
         offload_policy,
         ignored_params,
+        base=ReplicateModule,
     )
-    make_sharded(modules, "replicate", ReplicateModule, "Replicate")
     return module
+
+
+def _replicas(mesh: DeviceMesh) -> ParamMesh:
+    groups = MeshGroups.replicated(Group.of(mesh.get_group()))
+    return ParamMesh(mesh, groups, ReplicatedParam)
 
 
 replicate.state = state_of  # type: ignore[attr-defined]

@@ -120,19 +120,17 @@ def test_all_reduce_can_be_delayed_for_one_module() -> None:
 @pytest.mark.spec("NEW-08")
 @pytest.mark.parametrize("strategy", [ShardingStrategy.HYBRID_SHARD, ShardingStrategy.NO_SHARD])
 @ranks(4)
-def test_partial_sums_of_different_parameters_are_refused(strategy: ShardingStrategy) -> None:
-    model = apis.FULLY_SHARD.shard(strategy=strategy)
-    model.set_requires_all_reduce(False)
-    running.iterate(model)
-    bias = model.blocks[1].linear.bias
-    bias.requires_grad_(False)
-    with pytest.raises(RuntimeError, match=r"'blocks.1' has a partial gradient of 2 parameters .* new one of 1"):
-        running.iterate(model)
-    model.reset_iter_state()
-    bias.requires_grad_(True)
-    model.set_requires_all_reduce(True)
-    running.iterate(model)
-    values.assert_same(apis.FULLY_SHARD.gradients(model), values.mean_gradients(seeded()))
+def test_partial_sums_of_different_parameters_are_joined(strategy: ShardingStrategy) -> None:
+    model, plain = apis.FULLY_SHARD.shard(strategy=strategy), seeded()
+    bias = "blocks.1.linear.bias"
+    for step, (trains, reduces) in enumerate([(True, False), (False, False), (True, True)]):
+        model.set_requires_all_reduce(reduces)
+        model.blocks[1].linear.bias.requires_grad_(trains)
+        running.iterate(model, step)
+    expected = values.mean_gradients(plain, range(3))
+    # The second backward has no gradient of this parameter.
+    expected[bias] -= values.mean_gradients(seeded(), [1])[bias]
+    values.assert_same(apis.FULLY_SHARD.gradients(model), expected)
 
 
 @pytest.mark.spec("NEW-08")
