@@ -14,7 +14,7 @@ from spec_tests.random_programs.draw import drawn
 from spec_tests.random_programs.judge import failure_of
 
 # By number of ranks. Most programs run on two ranks, where the comparison is bitwise and runs are fast.
-NUM_PROGRAMS = {1: 8, 2: 30, 3: 5, 4: 10}
+NUM_PROGRAMS = {1: 4, 2: 20, 3: 3, 4: 5}
 
 
 @pytest.mark.ranks
