@@ -13,6 +13,7 @@ Example: ``a, b = 1, 2`` is one code line, two statements and seven tokens.
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from collections.abc import Iterable
@@ -160,6 +161,7 @@ def _file_of(name: str) -> Path | None:
     return next((file for file in candidates if file.exists()), None)
 
 
+@functools.cache
 def sizes() -> dict[str, Size]:
     """The rows of the table."""
     fully_shard = PACKAGE / "fsdp2/fully_shard.py"

@@ -14,7 +14,7 @@ from spec_tools.gpu.process import ROOT, Job
 TESTS = ROOT / "spec_tests"
 # Trains a small model with both APIs and all strategies, with replicas, with accumulation and in bfloat16.
 SMOKE = TESTS / "parity" / "test_parity.py"
-QUICK_FILES = ("transport/test_collectives.py", "checkpoint/test_agreement.py", "prefetch/test_counts.py")
+QUICK_FILES = ("transport/test_collectives.py", "checkpoint/test_checkpoint_refusals.py", "prefetch/test_counts.py")
 NUM_SEEDS, NUM_QUICK_SEEDS = 12, 3
 LIMIT, LONG_LIMIT = 900.0, 3600.0  # seconds of a job; the second is that of a job with many findings
 

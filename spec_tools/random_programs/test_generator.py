@@ -99,7 +99,7 @@ SHAPES = (("loops", "2"), ("resumed", "2"), ("races", "2"), ("races", "2x2"), ("
 
 @pytest.mark.parametrize("api", NOT_OFFERED)
 def test_each_option_is_drawn_with_several_values(api: str) -> None:
-    programs = [d for kind, shape in SHAPES for d in drawn(kind, 250, 0, api, shape)]
+    programs = [d for kind, shape in SHAPES for d in drawn(kind, 120, 0, api, shape)]
     seen: dict[str, set[str]] = {}
     for d in programs:
         for name, value in vars(d).items():

@@ -32,6 +32,13 @@ def use_jobs(patch: pytest.MonkeyPatch, *jobs: Job) -> None:
     patch.setattr(command, "STAGES", {"suite": stages.Stage("is it so", lambda settings: list(jobs))})
 
 
+@pytest.mark.pure
+@pytest.mark.spec("KIT-02")
+def test_files_of_the_quick_suite_exist() -> None:
+    missing = [name for name in stages.QUICK_FILES if not (stages.TESTS / name).exists()]
+    assert missing == []
+
+
 # ---- the whole command ----------------------------------------------------------------------------------------------
 
 
