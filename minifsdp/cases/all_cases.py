@@ -14,6 +14,7 @@ from minifsdp.cases.changed_parameters import ChangedParameters
 from minifsdp.cases.graph_of_gradients import GraphOfGradients
 from minifsdp.cases.inner_backward import InnerBackward
 from minifsdp.cases.newest_node import NewestNode
+from minifsdp.cases.partial_sums import PartialSums
 from minifsdp.cases.requested_parameters import RequestedParameters
 from minifsdp.cases.returned_parameters import ReturnedParameters
 from minifsdp.cases.side_outputs import SideOutputs
@@ -22,6 +23,7 @@ from minifsdp.engine.extension_points import Case
 
 CASES: tuple[Case, ...] = (
     # The functions at one point run in this order.
+    PartialSums,
     WrittenWeights,
     InnerBackward,
     ChangedParameters,

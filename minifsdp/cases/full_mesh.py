@@ -126,7 +126,7 @@ class FullMeshParam(ShardedParam):
         self._full_mesh = full_mesh
         super().__init__(info, original, full_mesh.mesh, full_mesh.groups, placement)
 
-    def make_spec(self, original: Any, mesh: DeviceMesh) -> dtensor_spec.DTensorSpec:
+    def _make_spec(self, original: Any, mesh: DeviceMesh) -> dtensor_spec.DTensorSpec:
         """The spec on the full mesh. Several dimensions to shard over are one dimension of its mesh."""
         found: dtensor_spec.DTensorSpec = original._spec
         own = self._full_mesh

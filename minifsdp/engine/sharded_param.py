@@ -131,7 +131,7 @@ class ShardedParam:
         self._tensor_parallel = (
             original._spec if isinstance(original, DTensor) else None
         )
-        self._spec = self.make_spec(original, mesh)
+        self._spec = self._make_spec(original, mesh)
         self.local_shard = shard_of(
             local, dim, self.num_shards, mesh_groups.shard_index
         )
@@ -141,7 +141,7 @@ class ShardedParam:
         self.is_trained = original.requires_grad
         self.version = 0
 
-    def make_spec(
+    def _make_spec(
         self, original: nn.Parameter, mesh: DeviceMesh
     ) -> dtensor_spec.DTensorSpec:
         """The spec of the DTensors around `local_shard`. A case can have another one."""

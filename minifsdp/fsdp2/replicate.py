@@ -49,9 +49,9 @@ class ReplicateModule(FSDPModule):
 class ReplicatedParam(ShardedParam):
     """A parameter that each rank of the mesh has. Its arguments are those of `ShardedParam`."""
 
-    def make_spec(self, original: Any, mesh: DeviceMesh) -> dtensor_spec.DTensorSpec:
+    def _make_spec(self, original: Any, mesh: DeviceMesh) -> dtensor_spec.DTensorSpec:
         """The spec with `Replicate` on the mesh, before the placements of tensor parallelism."""
-        spec = super().make_spec(original, mesh)
+        spec = super()._make_spec(original, mesh)
         placements = (Replicate(), *spec.placements[1:])
         return dtensor_spec.DTensorSpec(
             spec.mesh, placements, tensor_meta=spec.tensor_meta

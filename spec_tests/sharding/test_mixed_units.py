@@ -104,6 +104,23 @@ def test_partial_sums_of_two_experts_are_not_added_up() -> None:
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
 
 
+@pytest.mark.spec("NEW-08")
+@ranks(4)
+def test_a_partial_sum_of_a_unit_that_the_last_backward_does_not_use_is_all_reduced() -> None:
+    model: Any = modules.seeded(Experts)
+    plain: Any = modules.seeded(Experts)
+    for module in (*model.experts, model):
+        fully_shard(module, mesh=sharding.grid_mesh())
+    for step, chosen in enumerate([0, 1]):
+        model.chosen = plain.chosen = chosen
+        model.set_requires_all_reduce(step == 1)
+        running.iterate(model, step)
+        for rank in range(4):
+            (running.loss_of(plain(running.batch(step, rank))) / 4).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
 def on_half_the_ranks(experts: set[nn.Parameter]) -> Callable[[nn.Parameter], Any]:
     """A placement function that shards the experts over fewer ranks."""
     info = FSDPMeshInfo(sharding.grid_mesh()["shard"], 0)
