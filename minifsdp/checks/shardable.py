@@ -51,23 +51,23 @@ _MESH_DIMS = Kind(
 
 
 def check_options(
+    call: str,
     *,
     mesh: Any,
-    reshard_after_forward: Any,
-    shard_placement_fn: Any,
     mp_policy: Any,
     offload_policy: Any,
     ignored_params: Any,
     dp_mesh_dims: Any,
+    reshard_after_forward: Any = None,
+    shard_placement_fn: Any = None,
 ) -> None:
-    """Checks the arguments of ``fully_shard`` apart from the modules.
+    """Checks the arguments of ``fully_shard`` or ``replicate`` apart from the modules. ``call`` is the function.
 
     Raises:
         TypeError: if an argument has a wrong type.
         ValueError: if ``reshard_after_forward`` is a number that does not divide the number of ranks.
         NotImplementedError: if an option is not supported.
     """
-    call = "fully_shard"
     require(MESH, call, mesh=mesh)
     require(FUNCTION_OR_NONE, call, shard_placement_fn=shard_placement_fn)
     require(PRECISION_POLICY, call, mp_policy=mp_policy)

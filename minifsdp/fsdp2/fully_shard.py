@@ -100,6 +100,7 @@ def fully_shard(
         AssertionError: if a module is already sharded.
     """
     shardable.check_options(
+        "fully_shard",
         mesh=mesh,
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
@@ -194,7 +195,7 @@ def shard_modules(
         one.__class__ = sharded_class(type(one), base)  # type: ignore[arg-type]
     for extend in events.states:
         extend(state)
-    torch_registry.register(state, modules, base.name_of_call)
+    torch_registry.register(state, modules, base._name_of_call)
 
 
 def _groups_of(mesh: DeviceMesh) -> MeshGroups:

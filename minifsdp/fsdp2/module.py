@@ -70,7 +70,7 @@ class FSDPModule(
     """A module on which ``fully_shard`` was called, never constructed directly. All ranks must set equal options."""
 
     # The name in PyTorch's registry, see ``cases/torch_registry.py``.
-    name_of_call = "fully_shard"
+    _name_of_call = "fully_shard"
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Creates a module of the original class, so ``model[:2]`` of a sharded ``Sequential`` is not sharded."""

@@ -43,7 +43,7 @@ M = TypeVar("M", bound=nn.Module | list[nn.Module])
 class ReplicateModule(FSDPModule):
     """A module on which ``replicate`` was called. It has the methods of `FSDPModule`."""
 
-    name_of_call = "replicate"
+    _name_of_call = "replicate"
 
 
 class ReplicatedParam(ShardedParam):
@@ -88,9 +88,8 @@ def replicate(
         AssertionError: if ``replicate`` was called on a module before.
     """
     shardable.check_options(
+        "replicate",
         mesh=mesh,
-        reshard_after_forward=None,
-        shard_placement_fn=None,
         mp_policy=mp_policy,
         offload_policy=offload_policy,
         ignored_params=ignored_params,
