@@ -64,6 +64,17 @@ model.reshard()
 assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
 """,
     ),
+    "replicate": (
+        "replicate(model.blocks[0])",
+        "model, batch = new(); plain, _ = new()",
+        """
+plain(batch).mean().backward()
+placements = model.blocks[0].weight.placements
+assert all(placement.is_replicate() for placement in placements), placements
+for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+    torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+""",
+    ),
     "wrapper": (
         "model = FullyShardedDataParallel(",
         "model, batch = new(); plain, _ = new()",
