@@ -15,7 +15,7 @@ A script for one node wraps its model in DDP, and the model already calls ``full
 Without this case, DDP broadcasts the parameters, and DTensor raises an error about ``c10d.broadcast_``, which does not
 name the cause. With ``init_sync=False``, the first forward raises the error, see ``checks/forward_checks.py``.
 
-The case is a base class of `FSDPModule` with an attribute that DDP reads first.
+The case is a line of ``added_methods.py``: it has an attribute that DDP reads first.
 
 *In torch:* the error about ``c10d.broadcast_``.
 

@@ -14,7 +14,7 @@ Without this case, the assertion fails, because a reshard frees the memory. The 
 place of its storage, which does not free the memory. Values are all-gathered as before. The method must be called again
 after the model was converted to another dtype, because its buckets are new.
 
-The case is a base class of `FSDPModule`.
+The case is a line of ``added_methods.py``.
 
 *In torch:* an attribute of ``FSDPParam``, since version 2.15.
 

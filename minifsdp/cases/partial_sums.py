@@ -74,6 +74,9 @@ class PartialSums:
     def __init__(self, root_state: RootState) -> None:
         self._iteration = root_state.iteration
         self._iteration.points.backward_ends.append(self._reduce_rest)
+        for unit in self._iteration.units:
+            for plan in unit.plans:
+                plan.join_partial = join_partial
 
     def _due(self) -> list[tuple[Any, ReducePlan]]:
         return [

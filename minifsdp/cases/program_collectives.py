@@ -18,7 +18,7 @@ Without this case, the methods raise an error: a sharded module does not have th
 another one. The engine sends as before. The object is called in the stream of the collective, and its memory is copied
 from and to the unit's memory in the same stream.
 
-The case is a base class of `FSDPModule`.
+The case is a line of ``added_methods.py``.
 
 *In torch:* attributes of ``FSDPParamGroup``. The memory that the object allocates is the memory of the unit.
 
@@ -103,24 +103,8 @@ class Sender:
         return memory.view(tensor.shape)
 
 
-class FromProcessGroup:
-    """Sends by the process group, in memory that its backend allocates.
-
-    Args:
-        backend: the backend.
-    """
-
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
-
-    def allocate(
-        self, size: tuple[int], *, dtype: torch.dtype, device: torch.device
-    ) -> torch.Tensor:
-        """1-D memory for a collective."""
-        memory: torch.Tensor = self._backend.allocate_tensor(
-            size[0], dtype=dtype, device=device
-        )
-        return memory
+class ByProcessGroup:
+    """Sends by the process group. A subclass allocates the memory."""
 
     def __call__(
         self,
@@ -137,6 +121,26 @@ class FromProcessGroup:
         work = getattr(group, name)(output_tensor, input_tensor, options)
         if work is not None:
             work.wait()
+
+
+class FromProcessGroup(ByProcessGroup):
+    """In memory that the backend of the process group allocates.
+
+    Args:
+        backend: the backend.
+    """
+
+    def __init__(self, backend: Any) -> None:
+        self._backend = backend
+
+    def allocate(
+        self, size: tuple[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """1-D memory for a collective."""
+        memory: torch.Tensor = self._backend.allocate_tensor(
+            size[0], dtype=dtype, device=device
+        )
+        return memory
 
 
 class ProgramCollectives:
@@ -181,20 +185,12 @@ class ProgramCollectives:
         call = "set_allocate_memory_from_process_group_for_comm"
         require(SWITCH, call, enable=enable)
         unit = self._get_fsdp_state().unit
-        if unit is None or unit.layout.group is None:
-            return
         communication = None
-        for group in (unit.layout.group, *(plan.mesh.shard for plan in unit.plans)):
-            if group.sender is not None and not isinstance(
-                group.sender.communication, FromProcessGroup
-            ):
-                raise AssertionError(message("own-communication", call=call))
+        for group in groups_without_objects(unit, call):
             backend = group.process_group._get_backend(unit.layout.device)
             if enable and backend.supports_tensor_alloc(unit.layout.device):
                 communication = FromProcessGroup(backend)
-        _send_parameters(unit.layout, communication)
-        for plan in unit.plans:
-            _send_gradients(plan, communication)
+        send_by(unit, communication)
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
@@ -240,6 +236,35 @@ def _units_for(module: Any, call: str, comm: Any) -> list[Unit[PerParameterLayou
     if len(unit.plans) > 1:
         raise ValueError(message("communication-and-meshes", call=call))
     return [unit]
+
+
+def groups_without_objects(
+    unit: Unit[PerParameterLayout] | None, call: str
+) -> list[Group]:
+    """The groups that send the parameters and gradients of a unit. There is none without a unit, and with one rank.
+
+    Raises:
+        AssertionError: if the program has set an object for a group.
+    """
+    if unit is None:
+        return []
+    of_unit = [unit.layout.group, *(plan.mesh.shard for plan in unit.plans)]
+    groups = [group for group in of_unit if group is not None]
+    for group in groups:
+        if group.sender is not None and not isinstance(
+            group.sender.communication, ByProcessGroup
+        ):
+            raise AssertionError(message("own-communication", call=call))
+    return groups
+
+
+def send_by(unit: Unit[PerParameterLayout] | None, communication: Any) -> None:
+    """Sends all collectives of a unit by an object; with ``None``, by the process group."""
+    if unit is None:
+        return
+    _send_parameters(unit.layout, communication)
+    for plan in unit.plans:
+        _send_gradients(plan, communication)
 
 
 def _send_parameters(layout: PerParameterLayout, communication: Any) -> None:

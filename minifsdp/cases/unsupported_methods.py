@@ -1,18 +1,14 @@
 """Methods of torch's ``FSDPModule`` that are not supported: they raise an error that names an alternative.
 
-A program for GPUs with symmetric memory was written for torch::
+A program calls a method that only the installed version of torch has, here a version after 2.15::
 
-    for block in model.blocks:
-        fully_shard(block)
     fully_shard(model)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.set_symm_mem_for_comm()
+    model.a_method_of_the_next_version()
 
-Without this case, an older torch raises an ``AttributeError``. A newer torch has this method in its own class, which is
-a base class of each sharded module. The method would then look for the attributes of torch's state.
+Without this case, the method of torch runs, because torch's class is a base class of each sharded module. It looks for
+the attributes of torch's state, and raises an ``AttributeError`` that names neither the method nor a remedy.
 
-The case is a base class of `FSDPModule`, and `without_methods` replaces torch's class among the base classes.
+The case is a line of ``added_methods.py``, and `without_methods` replaces torch's class among the base classes.
 
 *In torch:* these methods choose the memory and the streams of a unit.
 
@@ -36,10 +32,6 @@ class UnsupportedMethods:
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """No effect (NEW-10): collectives here always sum, and the division is a separate step."""
-
-    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> NoReturn:
-        """Not supported (NEW-18)."""
-        raise _not_offered("set_symm_mem_for_comm", "PyTorch's own allocator")
 
     def set_reduce_scatter_max_input_buffers(
         self, max_input_buffers: int, *, recurse: bool = True

@@ -100,7 +100,6 @@ class ReducePlan:
         mesh: MeshGroups,
         dtype: torch.dtype,
         indices: frozenset[int] | None = None,
-        join_partial: Any = None,
     ) -> ReducePlan:
         """The mean over all ranks of the mesh."""
         return cls(
@@ -108,7 +107,6 @@ class ReducePlan:
             dtype,
             Scaling.of(mesh.num_ranks, dtype),
             indices=indices,
-            join_partial=join_partial,
         )
 
     def use(self, dtype: torch.dtype) -> None:

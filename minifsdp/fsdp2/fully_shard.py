@@ -35,7 +35,6 @@ from minifsdp.cases.default_mesh import default_mesh
 from minifsdp.cases.full_mesh import FullMesh
 from minifsdp.cases.of_fully_shard import BUCKETS, PLACEMENTS, STATES
 from minifsdp.cases.optimizer_steps import optimizer_steps
-from minifsdp.cases.partial_sums import join_partial
 from minifsdp.cases.second_places import find_second_places
 from minifsdp.cases.smaller_mesh import reshard_to_number
 from minifsdp.cases.sparse_gradients import use_dense_gradients
@@ -267,7 +266,7 @@ def _make_unit(
         numbers_on.setdefault(param.mesh_groups, []).append(number)
     has_one = len(numbers_on) == 1
     plans = [
-        ReducePlan.mean(on, dtype, None if has_one else frozenset(own), join_partial)
+        ReducePlan.mean(on, dtype, None if has_one else frozenset(own))
         for on, own in numbers_on.items()
     ]
     unit = Unit(

@@ -12,7 +12,7 @@ Most methods set an option of one unit or of all units in the module. Worked exa
 
 *In torch:* the class of the same name in ``_fully_shard.py``.
 
-Spec: FS2-02, FS2-19, FS2-20, FS2-27, FS2-28, FS2-PREF, FS2-SYNC, NEW-06 to NEW-18, NEW-27 to NEW-29.
+Spec: FS2-02, FS2-19, FS2-20, FS2-27, FS2-28, FS2-PREF, FS2-SYNC, NEW-06 to NEW-18, NEW-27 to NEW-29, NEW-33.
 """
 
 from __future__ import annotations
@@ -24,14 +24,11 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed.fsdp as torch_fsdp
 
-from minifsdp.cases.ddp_around import RefusesDDP
+from minifsdp.cases.added_methods import AddedMethods
 from minifsdp.cases.hook_streams import on_stream
-from minifsdp.cases.kept_storage import KeepsStorage
-from minifsdp.cases.manual_finalization import ManualFinalization
-from minifsdp.cases.program_collectives import ProgramCollectives
 from minifsdp.cases.replaced_parameters import accept_changes
 from minifsdp.cases.smaller_mesh import leave_smaller_mesh
-from minifsdp.cases.unsupported_methods import UnsupportedMethods, without_methods
+from minifsdp.cases.unsupported_methods import without_methods
 from minifsdp.checks.arguments import (
     FACTOR,
     FUNCTION,
@@ -63,10 +60,8 @@ class UnshardHandle:
             self._unit.layout.use_unsharded_params()
 
 
-# The base classes are cases with methods of their own, see ``minifsdp/cases``.
-class FSDPModule(
-    KeepsStorage, ManualFinalization, ProgramCollectives, RefusesDDP, UnsupportedMethods
-):
+# The base class has the methods of cases, see ``minifsdp/cases/added_methods.py``.
+class FSDPModule(AddedMethods):
     """A module on which ``fully_shard`` was called, never constructed directly. All ranks must set equal options."""
 
     # The name in PyTorch's registry, see ``cases/torch_registry.py``.

@@ -25,16 +25,6 @@ def test_the_names_of_classes_are_those_of_torch(name: str) -> None:
     assert name in subject.engine.__all__
 
 
-@pytest.mark.spec("NEW-18")
-@ranks(2)
-def test_symmetric_memory_is_refused_with_an_alternative() -> None:
-    model = sharded()
-    with pytest.raises(NotImplementedError, match=r"(?s)set_symm_mem_for_comm.*(use|pass) "):
-        model.set_symm_mem_for_comm()
-    iterate(model)
-    assert_same(full_gradients(model), mean_gradients(seeded()))
-
-
 def outcome(call: Callable[[], Any]) -> str:
     """The name of the exception that a call raises; "ok" if it raises none."""
     try:

@@ -12,7 +12,7 @@ from spec_tools.breaks.cases import CASES, FOLDER, LISTS
 
 PACKAGE = ROOT / "minifsdp"
 # Code that several cases use, and the lists.
-SHARED = {"__init__", "output_nodes", *LISTS}
+SHARED = {"__init__", "added_methods", "output_nodes", *LISTS}
 
 
 def test_every_module_is_in_a_list_of_cases_or_a_front_end_names_it() -> None:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.pure
 LARGEST = {
     "minifsdp, minifsdp_gloo and minifsdp_tools": Size(statements=11_200, tokens=121_300),
     "minifsdp": Size(statements=8_790, tokens=90_000),
-    "minifsdp: fully_shard and all that it imports": Size(statements=4_600, tokens=44_000),
+    "minifsdp: fully_shard and all that it imports": Size(statements=4_750, tokens=46_000),
     "minifsdp: the same without cases and checks": Size(statements=2_095, tokens=19_250),
 }
 # In statements. At most four files have more than 200, and none has more than 266.
