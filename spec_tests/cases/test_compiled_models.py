@@ -128,6 +128,32 @@ def test_a_compiled_block_may_be_checkpointed() -> None:
     assert_same_training(trained(sharded(model)), expected)
 
 
+@pytest.mark.api_spec(wrapper=["ORIG-07"], fully_shard=["TRAIN-25"])
+@pytest.mark.parametrize(
+    ("api", "is_before"), [(ORIGINALS, True), (FULLY_SHARD, False)], ids=["wrapper, before", "fully_shard, after"]
+)
+@ranks(2, timeout=240)
+def test_checkpointed_blocks_that_inductor_compiles_train_like_plain_ones(
+    api: Api, is_before: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Otherwise the compiler starts processes.
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
+    fresh()
+    losses, _ = trained(api.shard())
+    model = seeded()
+    for index, block in enumerate(model.blocks):
+        checkpointed = checkpoint_wrapper(block)
+        if is_before:
+            checkpointed.compile(backend="inductor")
+        model.blocks[index] = api.unit(checkpointed)
+        if not is_before:
+            model.blocks[index].compile(backend="inductor")
+    found, _ = trained(api.unit(model))
+    # Inductor fuses operations, so sums have another order: within 50 roundings of float32.
+    assert found == pytest.approx(losses, rel=50 * torch.finfo(torch.float32).eps)
+    assert num_graphs() >= 1
+
+
 @pytest.mark.spec("TRAIN-25")
 @ranks(2, timeout=120)
 def test_fullgraph_compilation_of_a_unit_gives_one_graph() -> None:

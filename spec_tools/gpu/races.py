@@ -26,7 +26,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -57,11 +57,11 @@ CYCLES_PER_MILLISECOND = 1_500_000
 Trained = list[dict[str, Tensor]]  # for each step, the tensors of this rank after it, by name
 
 
-def work(num_ranks: int, num_seeds: int) -> Iterator[Finding]:
-    """Yields a finding for each configuration."""
+def work(num_ranks: int, num_seeds: int, configurations: Sequence[str] = ()) -> Iterator[Finding]:
+    """Yields a finding for each of these configurations; without any, for all of them."""
     # For sums in a fixed order inside cuBLAS. The ranks inherit it, and it must be set before their first kernel.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    for configuration in CONFIGURATIONS:
+    for configuration in configurations or CONFIGURATIONS:
         finding = {"configuration": configuration, "ranks": num_ranks, "seeds": num_seeds}
         try:
             by_rank = on_ranks(num_ranks, hunt, LIMIT, configuration=configuration, num_seeds=num_seeds)

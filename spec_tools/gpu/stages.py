@@ -82,8 +82,11 @@ def _steps(settings: Settings) -> list[Job]:
 def _races(settings: Settings) -> list[Job]:
     # Two replicas of two shards need four ranks, even if they share a device.
     sizes = {4, settings.sizes()[-1]} - {2}
+    num_seeds = NUM_QUICK_SEEDS if settings.quick else NUM_SEEDS
+    # A CPU has no streams, so it only shows that the stage runs.
+    configurations = ["wrapper", "function, hybrid"] if settings.device == "cpu" else []
     return [
-        _job(settings, "races", LONG_LIMIT, num_ranks=size, num_seeds=NUM_QUICK_SEEDS if settings.quick else NUM_SEEDS)
+        _job(settings, "races", LONG_LIMIT, num_ranks=size, num_seeds=num_seeds, configurations=configurations)
         for size in sorted(sizes)
     ]
 

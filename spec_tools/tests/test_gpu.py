@@ -46,7 +46,7 @@ def test_files_of_the_quick_suite_exist() -> None:
 def test_all_stages_run_on_the_cpu_and_the_report_has_their_figures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(stages, "QUICK_FILES", ("transport/test_collectives.py",))
+    monkeypatch.setattr(stages, "QUICK_FILES", ("prefetch/test_counts.py",))
     monkeypatch.setattr(stages, "NUM_QUICK_SEEDS", 1)
     assert command.main(["--device", "cpu", "--quick"], tmp_path) == 0
 
@@ -69,7 +69,8 @@ def test_all_stages_run_on_the_cpu_and_the_report_has_their_figures(
     assert [one["contender"] for one in trained] == list(steps.CONTENDERS)
     assert all(one["ms"] >= one["host ms"] > 0 for one in trained)
     raced = list(report.findings(record, "races"))
-    assert [one["configuration"] for one in raced] == list(races.CONFIGURATIONS)
+    assert [one["configuration"] for one in raced] == ["wrapper", "function, hybrid"]
+    assert {one["configuration"] for one in raced} < set(races.CONFIGURATIONS)
 
 
 @pytest.mark.spec("KIT-01")
