@@ -105,8 +105,8 @@ def batch_of(kind: str, api: str, seed: int) -> list[Description]:
 
     shapes = random.Random(seed)
     if kind == "pairs":
-        rows = sorted(table(OPTIONS[api], seed), key=lambda row: row["ranks"])
-        return [description_of(row, api, seed) for row in rows]
+        programs = [description_of(row, api, seed) for row in table(OPTIONS[api], seed)]
+        return sorted(programs, key=lambda program: program.num_ranks)
     if kind == "races":
         return drawn(kind, 10, seed, api, shapes.choice(list(SHAPES)))
     # Two ranks are most likely, because the comparison is bitwise there.

@@ -24,26 +24,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = [
-    "CONTAINERS",
-    "EVALUATION",
-    "LEAVES",
-    "OWN_SHAPES",
-    "SHARED_LEAVES",
-    "Call",
-    "Description",
-    "Node",
-    "calls_of",
-    "forms_of",
-    "is_per_parameter",
-    "from_json",
-    "legal",
-    "num_uses",
-    "step_of",
-    "to_json",
-    "walk",
-]
-
 CONTAINERS = ("chain", "sum", "detach", "blind")
 # Their parameters share the gradient's memory with their input, or have another layout or dtype.
 SHARED_LEAVES = ("add", "view", "expand", "complex", "both", "dtypes")

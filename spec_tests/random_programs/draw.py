@@ -36,8 +36,6 @@ from spec_tests.random_programs.description import (
 )
 from spec_tests.random_programs.wrong import WRONG_COMPOSED, WRONG_WRAPPED
 
-__all__ = ["FLAT_KINDS", "KINDS", "SHAPES", "collected", "drawn", "loops", "of_blocks"]
-
 T = TypeVar("T")
 
 PLAIN = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
@@ -52,6 +50,11 @@ EDITS = ("in_place", "new_data", "write", "read", "read_on_cpu", "gradients")
 flags = st.booleans()
 often = st.sampled_from([True, True, False])
 seldom = st.sampled_from([False, False, False, False, True])
+
+
+def one_of(*values: Any) -> st.SearchStrategy[Any]:
+    """One of these values; a value that is given several times is more likely."""
+    return st.sampled_from(values)
 
 
 def drawn(kind: str, num: int, number: int, api: str, shape: str = "2") -> list[Description]:
@@ -86,124 +89,113 @@ def collected(strategy: st.SearchStrategy[T], num: int, number: int) -> list[T]:
 
 # --- training loops ---
 
-
-@st.composite
-def _nodes(draw: st.DrawFn, depth: int) -> Node:
-    is_leaf = depth == 0 or draw(st.booleans())
-    children: tuple[Node, ...] = ()
-    if not is_leaf:
-        children = tuple(draw(st.lists(_nodes(depth - 1), min_size=1, max_size=3)))
-    return Node(
-        kind=draw(st.sampled_from(LOOP_LEAVES if is_leaf else CONTAINERS[:1] * 3 + CONTAINERS)),
-        size=draw(st.integers(0, 7)),
-        unit=draw(st.booleans()),
-        frozen=draw(seldom),
-        times=draw(st.sampled_from([1, 1, 1, 2, 3])),
-        checkpoint=draw(st.sampled_from(["", "", "", "nonreentrant", "reentrant"])),
-        returns=draw(st.sampled_from(["tensor", "tensor", "tuple", "dict", "nested"])),
-        keywords=draw(seldom),
-        every=2 if draw(st.integers(0, 9)) == 9 else 1,
-        same_as=draw(st.sampled_from([-1, -1, -1, 0, 1, 2])),
-        strategy=draw(st.sampled_from(["", "", "", *PLAIN])),
-        children=children,
-    )
+# The options of a node, except its kind and its children.
+NODE: dict[str, st.SearchStrategy[Any]] = {
+    "size": st.integers(0, 7),
+    "unit": flags,
+    "frozen": seldom,
+    "times": one_of(1, 1, 1, 2, 3),
+    "checkpoint": one_of("", "", "", "nonreentrant", "reentrant"),
+    "returns": one_of("tensor", "tensor", "tuple", "dict", "nested"),
+    "keywords": seldom,
+    "every": one_of(*[1] * 9, 2),
+    "same_as": one_of(-1, -1, -1, 0, 1, 2),
+    "strategy": one_of("", "", "", *PLAIN),
+}
 
 
-@st.composite
-def loops(draw: st.DrawFn, shape: str, api: str) -> Description:
-    """Training loops for this shape of ranks and this front end."""
+def _nodes(depth: int) -> st.SearchStrategy[Node]:
+    leaves = st.builds(Node, kind=one_of(*LOOP_LEAVES), **NODE)
+    if depth == 0:
+        return leaves
+    children = st.lists(_nodes(depth - 1), min_size=1, max_size=3).map(tuple)
+    return leaves | st.builds(Node, kind=one_of(*CONTAINERS[:1] * 3, *CONTAINERS), children=children, **NODE)
+
+
+def _loop_options(shape: str, api: str) -> dict[str, st.SearchStrategy[Any]]:
     num_ranks, _ = SHAPES[shape]
-    micro_batches = draw(
-        st.sampled_from([(True,), (True,), (True,), (False, True), (True, True), (False, False, True)])
-    )
-    if draw(seldom):
-        micro_batches = draw(
-            st.sampled_from([(True, False, True), (False, True, False, True), (True, False, False, True)])
-        )
-    root = Node("chain", children=tuple(draw(st.lists(_nodes(2), min_size=1, max_size=4))))
-    pair = st.tuples(st.integers(0, 5), st.integers(1, 6))
-    program = Description(
-        model=root,
-        num_ranks=num_ranks,
-        api=api,
-        width=draw(st.integers(1, 5)),
-        strategy=draw(st.sampled_from([*PLAIN, *PLAIN, *HYBRID])),
-        num_replicas=draw(st.sampled_from([1, 2, num_ranks])),
-        originals=draw(st.booleans()),
-        precision=draw(st.sampled_from(["full", "full", "full", "low", "low_summed_full", "full_summed_low"])),
-        backward_prefetch=draw(st.sampled_from(["BACKWARD_PRE", "BACKWARD_POST", ""])),
-        forward_prefetch=draw(st.booleans()),
-        limits=draw(often),
-        offload=draw(seldom),
-        by_policy=draw(st.sampled_from(["", "custom"])),
-        ties=tuple(draw(st.lists(pair, max_size=2))),
-        steps=draw(st.sampled_from([2, 2, 3])),
-        micro_batches=micro_batches,
-        forwards=draw(st.sampled_from([1, 1, 1, 2])),
-        samples=draw(st.integers(1, 3)),
-        momentum=draw(st.booleans()),
-        clears=draw(often),
-        evaluates=draw(st.sampled_from(["", "", "after", "between", "forgotten"])),
-        clips=draw(seldom),
-        bomb=draw(st.sampled_from(["", "", "", "", "forward", "backward"])),
-        bomb_at=draw(st.integers(0, 5)),
-        edits=draw(st.sampled_from(["", "", "", "", "write"])),
-        saves=draw(st.sampled_from(["", "", "", "", "full"])),
-        tracks_input=draw(seldom),
-        apart=draw(st.sampled_from([-1, -1, -1, 0, 1, 2])),
-        seed=draw(st.integers(0, 99)),
-    )
-    return legal(program)
+    usual = one_of((True,), (True,), (True,), (False, True), (True, True), (False, False, True))
+    long = one_of((True, False, True), (False, True, False, True), (True, False, False, True))
+    children = st.lists(_nodes(2), min_size=1, max_size=4).map(tuple)
+    return {
+        "model": st.builds(Node, kind=st.just("chain"), children=children),
+        "num_ranks": st.just(num_ranks),
+        "api": st.just(api),
+        "width": st.integers(1, 5),
+        "strategy": one_of(*PLAIN, *PLAIN, *HYBRID),
+        "num_replicas": one_of(1, 2, num_ranks),
+        "originals": flags,
+        "precision": one_of("full", "full", "full", "low", "low_summed_full", "full_summed_low"),
+        "backward_prefetch": one_of("BACKWARD_PRE", "BACKWARD_POST", ""),
+        "forward_prefetch": flags,
+        "limits": often,
+        "offload": seldom,
+        "by_policy": one_of("", "custom"),
+        "ties": st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), max_size=2).map(tuple),
+        "steps": one_of(2, 2, 3),
+        "micro_batches": seldom.flatmap(lambda is_long: long if is_long else usual),
+        "forwards": one_of(1, 1, 1, 2),
+        "samples": st.integers(1, 3),
+        "momentum": flags,
+        "clears": often,
+        "evaluates": one_of("", "", "after", "between", "forgotten"),
+        "clips": seldom,
+        "bomb": one_of("", "", "", "", "forward", "backward"),
+        "bomb_at": st.integers(0, 5),
+        "edits": one_of("", "", "", "", "write"),
+        "saves": one_of("", "", "", "", "full"),
+        "tracks_input": seldom,
+        "apart": one_of(-1, -1, -1, 0, 1, 2),
+        "seed": st.integers(0, 99),
+    }
+
+
+def loops(shape: str, api: str, **others: st.SearchStrategy[Any]) -> st.SearchStrategy[Description]:
+    """Training loops for this shape of ranks and this front end; ``others`` replaces or adds options."""
+    return st.builds(Description, **{**_loop_options(shape, api), **others}).map(legal)
 
 
 def _resumed(shape: str, api: str) -> st.SearchStrategy[Description]:
-    return st.builds(
-        lambda d, adam, hook, form: legal(replace(d, adam=adam, hook=hook, resumes=form)),
-        loops(shape, api),
-        adam=st.booleans(),
-        hook=st.sampled_from(["", "", "communication", "accumulated", "backward"]),
-        form=st.sampled_from(forms_of(api)),
-    )
+    hook = one_of("", "", "communication", "accumulated", "backward")
+    return loops(shape, api, adam=flags, hook=hook, resumes=one_of(*forms_of(api)))
 
 
 # --- races ---
 
 
-@st.composite
-def _races(draw: st.DrawFn, shape: str, api: str) -> Description:
+def _races(shape: str, api: str) -> st.SearchStrategy[Description]:
     num_ranks, num_replicas = SHAPES[shape]
-    program = draw(loops(shape, api))
-    program = replace(
-        program,
-        # Without modules that read the batch on the CPU, which would stop the CPU and order everything in each forward.
-        model=_without_questions(program.model),
-        strategy=draw(st.sampled_from(HYBRID if num_replicas > 1 else (*PLAIN, *PLAIN, *HYBRID))),
-        num_replicas=num_replicas if num_replicas > 1 else draw(st.sampled_from([1, num_ranks])),
-        steps=2,
-        offload=draw(st.sampled_from([False, False, True])),
-        rank=draw(st.sampled_from([0, 0, num_ranks - 1])),
-        batches=draw(st.sampled_from(["device", "device", "plain", "pinned"])),
-        reads=draw(seldom),
-        separate=draw(seldom),
-        stepping=draw(st.sampled_from(["", "", "", "event", "in_backward"])),
-        adam=draw(seldom),
-        scales=draw(seldom),
-        hook=draw(st.sampled_from(["", "", "", "plain", "async", "low"])),
-        edits=draw(st.sampled_from(["", "", "", *EDITS])),
-        saves=draw(st.sampled_from(["", "", "", "full", "sharded"])),
-        elsewhere=draw(seldom),
-        aside=draw(seldom),
-        pins=draw(often),
-        among=draw(st.sampled_from([0, 0, 0, 1, 2])),
-        ahead=draw(st.sampled_from([0, 0, 1, 2])),
-        by_hand=draw(st.sampled_from(["", "", *BY_HAND])),
-        switches=tuple(sorted(draw(st.sets(st.sampled_from(SWITCHES), max_size=2)))),
-        late=draw(st.booleans()),
-        sums_late=draw(often),
-        goes_on=draw(st.booleans()),
-        resets=draw(st.booleans()),
+    program = loops(
+        shape,
+        api,
+        strategy=one_of(*HYBRID) if num_replicas > 1 else one_of(*PLAIN, *PLAIN, *HYBRID),
+        num_replicas=st.just(num_replicas) if num_replicas > 1 else one_of(1, num_ranks),
+        steps=st.just(2),
+        offload=one_of(False, False, True),
+        rank=one_of(0, 0, num_ranks - 1),
+        batches=one_of("device", "device", "plain", "pinned"),
+        reads=seldom,
+        separate=seldom,
+        stepping=one_of("", "", "", "event", "in_backward"),
+        adam=seldom,
+        scales=seldom,
+        hook=one_of("", "", "", "plain", "async", "low"),
+        edits=one_of("", "", "", *EDITS),
+        saves=one_of("", "", "", "full", "sharded"),
+        elsewhere=seldom,
+        aside=seldom,
+        pins=often,
+        among=one_of(0, 0, 0, 1, 2),
+        ahead=one_of(0, 0, 1, 2),
+        by_hand=one_of("", "", *BY_HAND),
+        switches=st.sets(st.sampled_from(SWITCHES), max_size=2).map(lambda names: tuple(sorted(names))),
+        late=flags,
+        sums_late=often,
+        goes_on=flags,
+        resets=flags,
     )
-    return legal(program)
+    # Without modules that read the batch on the CPU, which would stop the CPU and order everything in each forward.
+    return program.map(lambda d: legal(replace(d, model=_without_questions(d.model))))
 
 
 def _without_questions(node: Node) -> Node:
@@ -225,8 +217,9 @@ KINDS = ("mlp", *SHARED_LEAVES)
 FLAT_KINDS = tuple(kind for kind in KINDS if kind not in ("both", "dtypes"))
 BLOCKS = st.integers(FIRST_BLOCK, FIRST_BLOCK + NUM_BLOCKS - 1)
 PARTS = st.none() | BLOCKS
+FEW_PARTS = st.none() | PARTS
 BATCHES = st.integers(0, 3)
-DAMAGES = st.sampled_from([None, None, None, "missing", "extra", "shape", "type", "none", "list"])
+DAMAGES = one_of(None, None, None, "missing", "extra", "shape", "type", "none", "list")
 
 
 def of_blocks(kinds: tuple[str, ...] = (), uses: int = 1, *, nested: bool = False, **options: Any) -> Description:
@@ -247,25 +240,24 @@ def of_blocks(kinds: tuple[str, ...] = (), uses: int = 1, *, nested: bool = Fals
 @st.composite
 def _programs(draw: st.DrawFn, api: str, *, is_apart: bool) -> Description:
     by_function = api == "fully_shard"
-    kinds = draw(st.just(()) | st.tuples(*[st.sampled_from(KINDS if by_function else FLAT_KINDS)] * NUM_BLOCKS))
-    steps_by = draw(st.sampled_from(["", "foreach", "foreach", "fused"]))
+    kinds = draw(st.just(()) | st.tuples(*[one_of(*(KINDS if by_function else FLAT_KINDS))] * NUM_BLOCKS))
+    steps_by = draw(one_of("", "foreach", "foreach", "fused"))
     adam = draw(flags)
-    is_mixed = draw(st.sampled_from([False, False, True])) and "dtypes" not in kinds
+    is_mixed = draw(one_of(False, False, True)) and "dtypes" not in kinds
     if steps_by == "fused" and ({"complex", "both"} & set(kinds) or (by_function and not adam)):
         # PyTorch's fused optimizers refuse complex parameters, and DTensor of torch 2.13 has no fused SGD.
         steps_by = "foreach"
-    replicas = draw(st.sampled_from([None, None, None, 1, 2]))
-    strategy = draw(st.sampled_from(["FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"]))
-    frees = draw(flags)
+    replicas = draw(one_of(None, None, None, 1, 2))
+    strategy = draw(one_of("FULL_SHARD", "FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"))
     if replicas is not None and (by_function or strategy != "NO_SHARD"):
         strategy = "_HYBRID_SHARD_ZERO2" if strategy == "SHARD_GRAD_OP" else "HYBRID_SHARD"
     # A hook of the program issues its own collectives. gloo ends the process when their sizes differ between ranks.
-    has_hook = draw(st.sampled_from([False, False, True])) and not (is_apart or by_function)
+    has_hook = draw(one_of(False, False, True)) and not (is_apart or by_function)
     # With a `param_dtype` a bfloat16 parameter computes in another dtype than in one process.
     is_float = draw(seldom) and by_function and not is_mixed and "dtypes" not in kinds
     d = of_blocks(
         kinds,
-        draw(st.sampled_from([1, 1, 2])),
+        draw(one_of(1, 1, 2)),
         nested=draw(flags),
         api=api,
         steps_by=steps_by,
@@ -274,58 +266,93 @@ def _programs(draw: st.DrawFn, api: str, *, is_apart: bool) -> Description:
         dtype="float" if is_float else "double",
         full_in_eval=draw(flags) and is_mixed,
         strategy=strategy,
-        frees=frees,
+        frees=draw(flags),
         num_replicas=replicas or 1,
         by_mesh=True,
         hook="in_place" if has_hook and replicas is None else "",
         originals=draw(flags),
-        backward_prefetch=draw(st.sampled_from(["BACKWARD_PRE", "BACKWARD_POST", ""])),
+        backward_prefetch=draw(one_of("BACKWARD_PRE", "BACKWARD_POST", "")),
         forward_prefetch=draw(flags),
-        offload=draw(st.sampled_from([False, False, True])),
+        offload=draw(one_of(False, False, True)),
     )
-    calls = (_FunctionCalls if by_function else _WrapperCalls)(draw, d, is_apart)
-    return replace(d, calls=tuple(calls.drawn()))
+    return replace(d, calls=tuple(_Calls(draw, d, is_apart).drawn()))
+
+
+# The calls with arguments that do not depend on earlier calls.
+SIMPLE_CALLS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "backward": {"which": one_of("first", "last", "all")},
+    "backward_again": {},
+    "copy": {},
+    "edit": {"how": one_of(None, "data", "foreach"), "of_model": flags},
+    "evaluate": {"batch": BATCHES, "part": FEW_PARTS},
+    "forward": {"batch": BATCHES, "skip": PARTS, "part": FEW_PARTS},
+    "load_optimizer": {"index": st.integers(0, 3)},
+    "mode": {"train": flags},
+    "step": {},
+    "strange_input": {"input": one_of(3, "text", [1.0])},
+    "zero_grad": {"to_none": flags, "of_model": flags},
+}
+OF_WRAPPER: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "apply": {},
+    "leave": {},
+    "wrong": {"name": one_of(*WRONG_WRAPPED)},
+}
+_SWITCH = {"value": flags, "part": PARTS, "recurse": flags}
+OF_FUNCTION: dict[str, dict[str, st.SearchStrategy[Any]]] = {
+    "generate": {"batch": BATCHES},
+    "keep": _SWITCH,
+    "keep_after_backward": _SWITCH,
+    "prefetch": {"part": PARTS, "parts": st.lists(PARTS, max_size=3), "when": one_of("forward", "backward")},
+    "reshard": {"part": PARTS},
+    "sync": _SWITCH,
+    "unshard": {"part": PARTS, "later": flags},
+    "wait": {},
+    "wrong": {"name": one_of(*WRONG_COMPOSED)},
+}
+# The calls that no rank can make alone.
+TOGETHER = (
+    *("apply", "backward_again", "convert", "copy", "edit", "load", "load_optimizer", "new_optimizer"),
+    *("step", "strange_input", "wrong", "zero_grad"),
+)
 
 
 class _Calls:
     """Draws the calls of one program.
 
-    It tracks only the state that it needs to draw useful programs: whether a loss waits for its backward, whether a
-    context is open, and what was saved. Most rules can be drawn at any time, so the order is often wrong. `train` draws
-    a whole step at once, so that many calls are also in the correct order.
+    Most rules can be drawn at any time, so the order is often wrong. `train` draws a whole step at once, so that many
+    calls are also in the correct order.
     """
 
-    rules = (
-        "train accumulate forward backward evaluate step zero_grad clip edit new_optimizer mode save load "
-        "save_optimizer load_optimizer wrong break_off strange_input backward_again copy"
-    )
-    evaluations = ("evaluate",)
-    wrong_calls: tuple[str, ...] = ()
+    rules = ("train", "accumulate", "new_optimizer", "clip", "save", "load", "save_optimizer", "break_off")
 
     def __init__(self, draw: st.DrawFn, d: Description, is_apart: bool) -> None:
-        self.draw, self.d, self.is_apart = draw, d, is_apart
+        self.draw, self.d = draw, d
         self.calls: list[Call] = []
-        self.forms = forms_of(d.api)
-        if is_apart and is_per_parameter(d):
-            # The other forms use torch's functions over the default group, whose time limit is long.
-            self.forms = ("own",)
-        self.num_pending = self.num_saved_optimizers = self.num_contexts = 0
+        self.by_function = is_per_parameter(d)
+        self.simple = SIMPLE_CALLS | (OF_FUNCTION if self.by_function else OF_WRAPPER)
+        own = ("convert",) if self.by_function else ("evaluate_in_mode", "no_sync", "summon")
+        self.possible = [*self.rules, *self.simple, *own, *["alone", "forward_by_branch"] * is_apart]
+        # The other forms use torch's functions over the default group, whose time limit is long.
+        self.forms = ("own",) if is_apart and self.by_function else forms_of(d.api)
         self.saved: list[str] = []
         self._only: int | None = None
 
     def drawn(self) -> list[Call]:
         """The calls."""
-        rules = (self.rules + (" alone forward_by_branch" if self.is_apart else "")).split()
         # Some rules are turned off, different ones for each program. So programs differ in kind, not only in order.
-        off = self.draw(st.sets(st.sampled_from(rules)))
-        possible = [rule for rule in rules if rule not in off] or rules
+        off = self.draw(st.sets(st.sampled_from(self.possible)))
+        possible = [rule for rule in self.possible if rule not in off] or self.possible
         for _ in range(NUM_RULES):
-            getattr(self, self.draw(st.sampled_from(possible)))()
+            rule = self.draw(st.sampled_from(possible))
+            if rule in self.simple:
+                self.call(rule, **{name: self.draw(values) for name, values in self.simple[rule].items()})
+            else:
+                getattr(self, rule)()
         return self.calls
 
-    def call(self, do: str, *, together: bool = False, **arguments: Any) -> None:
+    def call(self, do: str, **arguments: Any) -> None:
         said = {"do": do, **{name: value for name, value in arguments.items() if value is not None}}
-        if self._only is not None and not together:
+        if self._only is not None and do not in TOGETHER and "bang" not in said:
             said["on"], self._only = self._only, None
         self.calls.append(said)
 
@@ -335,91 +362,101 @@ class _Calls:
     def one_of(self, *values: Any) -> Any:
         return self.draw(st.sampled_from(values))
 
+    def has(self, kind: str) -> bool:
+        return any(node.kind == kind for node, _ in walk(self.d.model))
+
     # --- training ---
 
     def train(self) -> None:
         """A step, with evaluations at any place in it."""
         batch = self.draw(BATCHES)
-        evaluations = self.draw(st.sets(st.integers(0, 4), max_size=2))
-        arguments: list[dict[str, Any]] = [
-            {"do": "zero_grad", "together": True, "to_none": self.flag(), "of_model": False},
+        places = self.draw(st.sets(st.integers(0, 4), max_size=2))
+        evaluation = "generate" if self.by_function and batch % 2 else "evaluate"
+        step: list[dict[str, Any]] = [
+            {"do": "zero_grad", "to_none": self.flag(), "of_model": False},
             {"do": "forward", "batch": batch, "skip": self.draw(PARTS)},
             {"do": "backward", "which": "all"},
-            {"do": "step", "together": True},
+            {"do": "step"},
         ]
-        for place, of_call in enumerate([*arguments, None]):
-            if place in evaluations:
-                self.call(self.evaluations[batch % len(self.evaluations)], batch=batch)
-            if of_call is not None:
-                self.call(**of_call)
-        self.num_pending = 0
+        for place in range(5):
+            if place in places:
+                self.call(evaluation, batch=batch)
+            for call in step[place : place + 1]:
+                self.call(**call)
+
+    def step_on(self, batch: int) -> None:
+        self.call("forward", batch=batch)
+        self.call("backward", which="all")
+        self.call("step")
 
     def accumulate(self) -> None:
         """Micro-batches, of which only the last one reduces. The gradients of the first can be discarded."""
         batch, drops, of_model, to_none, evaluates = self.draw(BATCHES), *(self.flag() for _ in range(4))
-        self.reduces(False)
+        self.no_sync()
         for number in range(2):
             self.call("forward", batch=batch + number)
             self.call("backward", which="all")
             if drops and number == 0:
-                self.call("zero_grad", together=True, to_none=to_none, of_model=of_model)
+                self.call("zero_grad", to_none=to_none, of_model=of_model)
             if evaluates:
                 self.call("evaluate", batch=batch)
-        self.reduces(True)
-        self.call("forward", batch=batch)
-        self.call("backward", which="all")
-        self.call("step", together=True)
-        self.num_pending = 0
+        if self.by_function:
+            self.call("sync", value=True, recurse=True)
+        else:
+            self.call("leave")
+        self.step_on(batch)
 
-    def reduces(self, value: bool) -> None:
-        raise NotImplementedError
+    def no_sync(self) -> None:
+        if self.by_function:
+            self.call("sync", value=False, recurse=True)
+        else:
+            self.call("enter", what="no_sync")
 
-    def forward(self) -> None:
-        self.call("forward", batch=self.draw(BATCHES), skip=self.draw(PARTS), part=self.draw(st.none() | PARTS))
-        self.num_pending += 1
-
-    def forward_by_branch(self) -> None:
-        self.call("forward", batch=self.draw(BATCHES), skip=[self.draw(PARTS), self.draw(PARTS)])
-        self.num_pending += 1
+    def summon(self) -> None:
+        options = {name: self.flag() for name in ("writeback", "rank0_only", "offload_to_cpu", "with_grads")}
+        self.call("enter", what="summon", **options)
 
     def alone(self) -> None:
         """The next suitable call is made on this rank only."""
         self._only = self.one_of(0, 1)
 
-    def backward(self) -> None:
-        if self.num_pending:
-            which = self.one_of("first", "last", "all")
-            self.call("backward", which=which)
-            self.num_pending = 0 if which == "all" else self.num_pending - 1
+    def forward_by_branch(self) -> None:
+        self.call("forward", batch=self.draw(BATCHES), skip=[self.draw(PARTS), self.draw(PARTS)])
 
-    def evaluate(self) -> None:
-        self.call("evaluate", batch=self.draw(BATCHES), part=self.draw(st.none() | PARTS))
+    def break_off(self) -> None:
+        self.call(self.one_of("evaluate", "forward"), batch=self.draw(BATCHES), bang=self.draw(BLOCKS))
 
-    def step(self) -> None:
-        self.call("step", together=True)
-        self.num_pending = 0
-
-    def zero_grad(self) -> None:
-        self.call("zero_grad", together=True, to_none=self.flag(), of_model=self.flag())
+    def evaluate_in_mode(self) -> None:
+        """An evaluation in evaluation mode, or a step in it."""
+        batch = self.draw(BATCHES)
+        self.call("mode", train=False, inner=self.flag())
+        if self.flag():
+            self.call("zero_grad", to_none=True, of_model=False)
+            self.step_on(batch)
+        else:
+            self.call("evaluate", batch=batch)
+        self.call("mode", train=True)
 
     def clip(self) -> None:
         # One rank has no elements of a parameter of one row, and PyTorch refuses the maximum of an empty tensor.
-        norms = (1, 2.0) if is_per_parameter(self.d) and self._has("expand") else (1, 2.0, "inf")
+        norms = (1, 2.0) if self.by_function and self.has("expand") else (1, 2.0, "inf")
         self.call("clip", most=self.one_of(0.01, 1, 1e9), norm=self.one_of(*norms))
-
-    def _has(self, kind: str) -> bool:
-        return any(node.kind == kind for node, _ in walk(self.d.model))
-
-    def edit(self) -> None:
-        self.call("edit", together=True, how=self.one_of(None, "data", "foreach"), of_model=self.flag())
 
     def new_optimizer(self) -> None:
         if self.flag():
-            self.call(self.evaluations[-1], batch=self.draw(BATCHES))
-        self.call("new_optimizer", together=True)
+            self.call("generate" if self.by_function else "evaluate", batch=self.draw(BATCHES))
+        self.call("new_optimizer")
 
-    def mode(self) -> None:
-        self.call("mode", train=self.flag())
+    def convert(self) -> None:
+        """Converts to another dtype after a step, when no gradient waits for its reduction."""
+        dtype, how = self.one_of("double", "float"), self.one_of("method", "assign")
+        if self.d.precision != "full" or (dtype == "float" and self.has("dtypes")):
+            return
+        self._only = None
+        self.call("sync", value=True)
+        self.call("keep_after_backward", value=False)
+        self.step_on(self.draw(BATCHES))
+        self.call("convert", dtype=dtype, how=how)
 
     # --- saving ---
 
@@ -433,129 +470,13 @@ class _Calls:
         index = self.draw(st.integers(0, len(self.saved) - 1))
         # Sometimes loads another form than the saved one. Such a load is strict, because a non-strict one would read
         # nothing.
-        by_function = is_per_parameter(self.d)
-        form = self.one_of(None, None, None, *(("own",) if by_function else self.forms))
+        form = self.one_of(None, None, None, *(("own",) if self.by_function else self.forms))
         strict = self.flag() or form is not None or self.saved[index] == "local"
         # torch's functions accept some damaged state dicts, so only the project's own loads get them.
-        damage = self.draw(DAMAGES) if not by_function or (form or self.saved[index]) == "own" else None
-        self.call("load", together=True, index=index, strict=strict, form=form, damage=damage)
-        self.num_pending = 0
+        is_own = not self.by_function or (form or self.saved[index]) == "own"
+        self.call("load", index=index, strict=strict, form=form, damage=self.draw(DAMAGES) if is_own else None)
 
     def save_optimizer(self) -> None:
         forms = [form for form in self.forms if form != "own"]
         if forms:
             self.call("save_optimizer", form=self.one_of(*forms))
-            self.num_saved_optimizers += 1
-
-    def load_optimizer(self) -> None:
-        if self.num_saved_optimizers:
-            self.call("load_optimizer", together=True, index=self.draw(st.integers(0, 3)))
-
-    # --- wrong calls ---
-
-    def wrong(self) -> None:
-        self.call("wrong", together=True, name=self.one_of(*self.wrong_calls))
-
-    def break_off(self) -> None:
-        do = "evaluate" if self.flag() else "forward"
-        self.call(do, together=True, batch=self.draw(BATCHES), bang=self.draw(BLOCKS))
-
-    def strange_input(self) -> None:
-        self.call("strange_input", together=True, input=self.one_of(3, "text", [1.0]))
-
-    def backward_again(self) -> None:
-        self.call("backward_again", together=True)
-
-    def copy(self) -> None:
-        self.call("copy", together=True)
-
-
-class _WrapperCalls(_Calls):
-    """Through ``FullyShardedDataParallel``."""
-
-    rules = _Calls.rules + " evaluate_in_mode no_sync summon leave apply"
-    wrong_calls = tuple(WRONG_WRAPPED)
-
-    def reduces(self, value: bool) -> None:
-        if value:
-            self.call("leave")
-        else:
-            self.call("enter", what="no_sync")
-
-    def evaluate_in_mode(self) -> None:
-        """An evaluation in evaluation mode, or a step in it."""
-        batch = self.draw(BATCHES)
-        self.call("mode", train=False, inner=self.flag())
-        if self.flag():
-            self.call("zero_grad", together=True, to_none=True, of_model=False)
-            self.call("forward", batch=batch)
-            self.call("backward", which="all")
-            self.call("step", together=True)
-        else:
-            self.call("evaluate", batch=batch)
-        self.call("mode", train=True)
-
-    def no_sync(self) -> None:
-        self.call("enter", what="no_sync")
-        self.num_contexts += 1
-
-    def summon(self) -> None:
-        options = {name: self.flag() for name in ("writeback", "rank0_only", "offload_to_cpu", "with_grads")}
-        self.call("enter", what="summon", **options)
-        self.num_contexts += 1
-
-    def leave(self) -> None:
-        if self.num_contexts:
-            self.call("leave")
-            self.num_contexts -= 1
-
-    def apply(self) -> None:
-        self.call("apply", together=True)
-        self.num_pending = 0
-
-
-class _FunctionCalls(_Calls):
-    """Through ``fully_shard``."""
-
-    rules = _Calls.rules + " generate convert sync keep unshard wait reshard prefetch"
-    evaluations = ("evaluate", "generate")
-    wrong_calls = tuple(WRONG_COMPOSED)
-
-    def reduces(self, value: bool) -> None:
-        self.call("sync", value=value, recurse=True)
-
-    def generate(self) -> None:
-        self.call("generate", batch=self.draw(BATCHES))
-
-    def convert(self) -> None:
-        """Converts to another dtype after a step, when no gradient waits for its reduction."""
-        dtype, how = self.one_of("double", "float"), self.one_of("method", "assign")
-        if self.d.precision != "full" or (dtype == "float" and self._has("dtypes")):
-            return
-        self.call("sync", together=True, value=True)
-        self.call("keep_after_backward", together=True, value=False)
-        self.call("forward", batch=self.draw(BATCHES))
-        self.call("backward", which="all")
-        self.call("step", together=True)
-        self.call("convert", together=True, dtype=dtype, how=how)
-        self.num_pending = 0
-
-    def sync(self) -> None:
-        self.call("sync", value=self.flag(), part=self.draw(PARTS), recurse=self.flag())
-
-    def keep(self) -> None:
-        do = self.one_of("keep", "keep_after_backward")
-        self.call(do, value=self.flag(), part=self.draw(PARTS), recurse=self.flag())
-
-    def unshard(self) -> None:
-        self.call("unshard", part=self.draw(PARTS), later=self.flag())
-
-    def wait(self) -> None:
-        self.call("wait")
-
-    def reshard(self) -> None:
-        self.call("reshard", part=self.draw(PARTS))
-
-    def prefetch(self) -> None:
-        listed = self.draw(st.lists(PARTS, max_size=3))
-        self.call("prefetch", part=self.draw(PARTS), parts=listed, when=self.one_of("forward", "backward"))

@@ -26,8 +26,6 @@ from spec_tests.oracles.gathering import clean_name, wrap_units
 from spec_tests.random_programs.description import Description, is_per_parameter
 from spec_tests.random_programs.modules import Piece, Unit
 
-__all__ = ["PRECISIONS", "RESHARDS", "Group", "parameters_here", "sharded"]
-
 LOW = torch.bfloat16
 # By name: the arguments of `MixedPrecision`.
 PRECISIONS: dict[str, dict[str, torch.dtype]] = {

@@ -23,8 +23,6 @@ from spec_tests.harness import pool
 from spec_tests.random_programs import player
 from spec_tests.random_programs.description import Description, Node, legal, to_json
 
-__all__ = ["Verdict", "counted", "failure_of", "judged", "kind_of", "neighbours", "replay_line", "simplest"]
-
 BATCH = 25
 SMALL_BATCH = 8  # during reduction: usually one of the first few fails
 LIMIT = 30.0  # seconds until a program counts as hanging; the first program also imports modules

@@ -2,124 +2,105 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from spec_tests.random_programs.description import Call, Description
 from spec_tests.random_programs.draw import of_blocks
 
-__all__ = ["KNOWN"]
-
-FORWARD: Call = {"do": "forward", "batch": 0}
-BACKWARD: Call = {"do": "backward", "which": "all"}
-EVALUATE: Call = {"do": "evaluate", "batch": 1}
-STEP: Call = {"do": "step"}
-TRAIN = [FORWARD, BACKWARD, STEP]
-NEW: Call = {"do": "new_optimizer"}
-GENERATE: Call = {"do": "generate", "batch": 1}
-DROP: Call = {"do": "zero_grad", "to_none": True, "of_model": True}
-IN_EVALUATION: Call = {"do": "mode", "train": False}
-NO_SYNC: Call = {"do": "enter", "what": "no_sync"}
-LEAVE: Call = {"do": "leave"}
+# By short name.
+CALLS: dict[str, Call] = {
+    "forward": {"do": "forward", "batch": 0},
+    "backward": {"do": "backward", "which": "all"},
+    "evaluate": {"do": "evaluate", "batch": 1},
+    "generate": {"do": "generate", "batch": 1},
+    "step": {"do": "step"},
+    "new": {"do": "new_optimizer"},
+    "drop": {"do": "zero_grad", "to_none": True, "of_model": True},
+    "eval": {"do": "mode", "train": False},
+    "inner_eval": {"do": "mode", "train": False, "inner": True},
+    "no_sync": {"do": "enter", "what": "no_sync"},
+    "leave": {"do": "leave"},
+    "sync_off": {"do": "sync", "value": False},
+    "sync_on": {"do": "sync", "value": True},
+    "keep": {"do": "keep_after_backward", "value": True},
+    "edit": {"do": "edit", "how": None, "of_model": True},
+    **{f"edit_{how}": {"do": "edit", "how": how, "of_model": True} for how in ("data", "foreach")},
+    **{f"edit_owned_{how}": {"do": "edit", "how": how, "of_model": False} for how in ("data", "foreach")},
+    **{f"convert_{how}": {"do": "convert", "dtype": "double", "how": how} for how in ("method", "assign")},
+}
+TRAIN = "forward backward step"
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 
 
-def _edit(how: str | None, *, of_model: bool) -> Call:
-    return {"do": "edit", "how": how, "of_model": of_model}
+def wrapped(*programs: str, **options: Any) -> Iterator[Description]:
+    """Programs of calls, by their short names. An option that is a list has one program for each value."""
+    several = next((name for name, value in options.items() if isinstance(value, list)), None)
+    for value in options[several] if several else [None]:
+        chosen = {**options, several: value} if several else options
+        for names in programs:
+            yield of_blocks(calls=tuple(CALLS[name] for name in names.split()), **chosen)
 
 
-def _convert(how: str) -> Call:
-    return {"do": "convert", "dtype": "double", "how": how}
-
-
-def _wrapped(*calls: Call, **options: Any) -> Description:
-    return of_blocks(calls=calls, **options)
-
-
-def _composed(*calls: Call, **options: Any) -> Description:
+def composed(*programs: str, **options: Any) -> Iterator[Description]:
     # Not a strategy of this API: the root stays unsharded after forward, which is the default.
-    return of_blocks(calls=calls, **{"api": "fully_shard", "strategy": "NO_SHARD", **options})
+    return wrapped(*programs, **{"api": "fully_shard", "strategy": "NO_SHARD", **options})
 
 
-SHARED = {"kinds": ("mlp", "add", "view")}
-FULL_IN_EVAL = {"precision": "single", "full_in_eval": True}
-BY_ADAM = {"adam": True}
+SHARED = ("mlp", "add", "view")
+FULL_IN_EVAL: dict[str, Any] = {"precision": "single", "full_in_eval": True, "strategy": [*STRATEGIES]}
+BOTH: dict[str, Any] = {"steps_by": ["foreach", "fused"], "adam": True}
+AFTER_EVALUATION = [f"forward backward evaluate {edit} evaluate" for edit in ("edit", "edit_data", "edit_foreach")]
 
 KNOWN: dict[str, list[Description]] = {
     "a gradient that shares memory with the input's": [
-        *(_wrapped(FORWARD, BACKWARD, strategy="NO_SHARD", originals=each, **SHARED) for each in (False, True)),
-        *(_wrapped(FORWARD, BACKWARD, strategy=each, hook="in_place", **SHARED) for each in STRATEGIES),
-        _composed(FORWARD, BACKWARD, **SHARED),
+        *wrapped("forward backward", strategy="NO_SHARD", originals=[False, True], kinds=SHARED),
+        *wrapped("forward backward", strategy=[*STRATEGIES], hook="in_place", kinds=SHARED),
+        *composed("forward backward", kinds=SHARED),
     ],
     "an accumulated gradient that shares memory with the input's": [
-        *(
-            _wrapped(NO_SYNC, FORWARD, BACKWARD, FORWARD, BACKWARD, LEAVE, FORWARD, BACKWARD, strategy=each, **SHARED)
-            for each in STRATEGIES
+        *wrapped(
+            "no_sync forward backward forward backward leave forward backward", strategy=[*STRATEGIES], kinds=SHARED
         ),
     ],
     "an optimizer that is created after an evaluation": [
-        *(_composed(each, NEW, *TRAIN) for each in (EVALUATE, GENERATE)),
-        *(_wrapped(EVALUATE, NEW, *TRAIN, originals=each) for each in (False, True)),
+        *composed(f"evaluate new {TRAIN}", f"generate new {TRAIN}"),
+        *wrapped(f"evaluate new {TRAIN}", originals=[False, True]),
     ],
-    "parameters that are edited after an evaluation": [
-        *(
-            make(FORWARD, BACKWARD, EVALUATE, _edit(how, of_model=True), EVALUATE)
-            for make in (_composed, _wrapped)
-            for how in (None, "data", "foreach")
-        ),
-    ],
+    "parameters that are edited after an evaluation": [*composed(*AFTER_EVALUATION), *wrapped(*AFTER_EVALUATION)],
     "gradients that are dropped before their reduction": [
-        _composed({"do": "sync", "value": False}, FORWARD, BACKWARD, DROP, {"do": "sync", "value": True}, *TRAIN),
-        _wrapped(NO_SYNC, FORWARD, BACKWARD, DROP, LEAVE, *TRAIN),
+        *composed(f"sync_off forward backward drop sync_on {TRAIN}"),
+        *wrapped(f"no_sync forward backward drop leave {TRAIN}"),
     ],
     "a unit of several dtypes": [
-        *(
-            _composed(*TRAIN, kinds=("mlp", kind, "mlp"), strategy=each)
-            for kind in ("both", "dtypes")
-            for each in ("FULL_SHARD", "SHARD_GRAD_OP")
-        ),
+        *composed(TRAIN, kinds=("mlp", "both", "mlp"), strategy=["FULL_SHARD", "SHARD_GRAD_OP"]),
+        *composed(TRAIN, kinds=("mlp", "dtypes", "mlp"), strategy=["FULL_SHARD", "SHARD_GRAD_OP"]),
     ],
     "a model of another dtype after a forward": [
-        *(_composed(FORWARD, _convert(how), FORWARD, BACKWARD, dtype="float") for how in ("method", "assign")),
-        *(_composed(*TRAIN, _convert(how), FORWARD, BACKWARD, dtype="float") for how in ("method", "assign")),
+        *composed("forward convert_method forward backward", "forward convert_assign forward backward", dtype="float"),
+        *composed(
+            f"{TRAIN} convert_method forward backward", f"{TRAIN} convert_assign forward backward", dtype="float"
+        ),
     ],
     "a step that no version counter shows": [
-        *(
-            make(*before, STEP, EVALUATE, steps_by=how, **BY_ADAM)
-            for make in (_composed, _wrapped)
-            for how in ("foreach", "fused")
-            for before in ([FORWARD, BACKWARD, EVALUATE], [FORWARD, BACKWARD, FORWARD])
-        ),
-        _composed(
-            {"do": "keep_after_backward", "value": True},
-            FORWARD,
-            BACKWARD,
-            STEP,
-            EVALUATE,
-            steps_by="foreach",
-            **BY_ADAM,
-        ),
-        *(_composed(EVALUATE, _edit(how, of_model=False), EVALUATE) for how in ("data", "foreach")),
+        *composed("forward backward evaluate step evaluate", "forward backward forward step evaluate", **BOTH),
+        *wrapped("forward backward evaluate step evaluate", "forward backward forward step evaluate", **BOTH),
+        *composed(f"keep {TRAIN} evaluate", steps_by="foreach", adam=True),
+        *composed("evaluate edit_owned_data evaluate", "evaluate edit_owned_foreach evaluate"),
     ],
     "parameters of NO_SHARD that are edited through their data": [
-        *(
-            _wrapped(
-                FORWARD,
-                _edit("data", of_model=False),
-                EVALUATE,
-                strategy="NO_SHARD",
-                precision="single",
-                originals=each,
-            )
-            for each in (False, True)
-        ),
+        *wrapped("forward edit_owned_data evaluate", strategy="NO_SHARD", precision="single", originals=[False, True]),
     ],
     "an evaluation in full precision": [
-        *(
-            _wrapped(*calls, IN_EVALUATION, EVALUATE, strategy=each, forward_prefetch=True, **FULL_IN_EVAL)
-            for each in STRATEGIES
-            for calls in ([], [NO_SYNC, FORWARD, BACKWARD, LEAVE], [FORWARD], [*TRAIN, *TRAIN], [FORWARD, BACKWARD])
+        *wrapped(
+            "eval evaluate",
+            "no_sync forward backward leave eval evaluate",
+            "forward eval evaluate",
+            f"{TRAIN} {TRAIN} eval evaluate",
+            "forward backward eval evaluate",
+            forward_prefetch=True,
+            **FULL_IN_EVAL,
         ),
-        *(_wrapped({**IN_EVALUATION, "inner": True}, EVALUATE, strategy=each, **FULL_IN_EVAL) for each in STRATEGIES),
-        *(_wrapped(IN_EVALUATION, FORWARD, BACKWARD, strategy=each, **FULL_IN_EVAL) for each in STRATEGIES),
+        *wrapped("inner_eval evaluate", "eval forward backward", **FULL_IN_EVAL),
     ],
 }

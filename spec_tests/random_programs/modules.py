@@ -44,23 +44,6 @@ from torch.utils.checkpoint import checkpoint
 from spec_tests.harness import device
 from spec_tests.random_programs.description import LEAVES, OWN_SHAPES, Call, Description, Node
 
-__all__ = [
-    "Bang",
-    "Clock",
-    "Kept",
-    "Piece",
-    "Unit",
-    "batch",
-    "batch_on_cpu",
-    "loss_of",
-    "optimizer_for",
-    "output_of",
-    "plain_model",
-    "root_of",
-    "units_of",
-]
-
-
 # Powers of two: multiplication by them is exact, so it does not matter whether a kernel fuses it with an addition.
 LEARNING_RATE, MOMENTUM = 1 / 32, 0.5
 # Adam divides by the size of a gradient. A tiny gradient is mostly rounding error, which must not cause a full step.

@@ -2,143 +2,112 @@
 
 The number of all combinations of the options is about a million. Most defects need only two options. `table` chooses
 rows so that each pair of values occurs in some row, and on request also each triple of the options that affect an
-iteration. The algorithm is greedy: a row starts with the first missing combination. For each other option, in random
-order, it takes the value that adds the most missing combinations. The table is not the smallest, but it is complete.
+iteration. The algorithm is greedy: each row contains the first missing combination. Of many random rows that do so,
+it takes the one with the most missing combinations. The table is not the smallest, but it is complete.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from spec_tests.random_programs.description import Description, Node, forms_of
 
-__all__ = ["OPTIONS", "REFUSALS", "Row", "concerns", "description_of", "table", "wanted"]
-
-# The value of each option, by name.
-Row = dict[str, str]
-Values = frozenset[tuple[str, str]]
+# The value of each option, by name. All but `frozen` and `checkpoint` are fields of a description.
+Row = dict[str, Any]
+Options = Mapping[str, tuple[Any, ...]]
 
 HYBRID = ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2")
-_COMMON: dict[str, tuple[str, ...]] = {
-    "ranks": ("2", "4"),
+# Those in the first lines affect the events between two steps, or their order.
+_COMMON: dict[str, tuple[Any, ...]] = {
     "precision": ("full", "low", "low_summed_full", "full_summed_low"),
-    "offload": ("no", "yes"),
+    "offload": (False, True),
     "frozen": ("nothing", "a unit", "half a unit"),
-    "tied": ("no", "yes"),
-    "accumulation": ("none", "without sync", "with sync"),
+    "micro_batches": ((True,), (False, True), (True, True)),
     "hook": ("", "communication", "accumulated", "backward"),
     "checkpoint": ("", "nonreentrant", "reentrant"),
-    "optimizer": ("momentum", "adam"),
+    "ties": ((), ((0, 5),)),
+    "adam": (False, True),
 }
 # By front end.
-OPTIONS: dict[str, dict[str, tuple[str, ...]]] = {
+OPTIONS: dict[str, dict[str, tuple[Any, ...]]] = {
     "wrapped": {
-        **_COMMON,
         "strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", *HYBRID),
-        "parameters": ("flat", "original"),
-        "state": forms_of("wrapped"),
-    },
-    "fully_shard": {
+        "originals": (False, True),
         **_COMMON,
-        # Resharded after forward, kept unsharded, and replicated shards on a 2-D mesh.
+        "resumes": forms_of("wrapped"),
+    },
+    # Resharded after forward, kept unsharded, and replicated shards on a 2-D mesh.
+    "fully_shard": {
         "strategy": ("FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"),
-        "state": forms_of("fully_shard"),
+        **_COMMON,
+        "resumes": forms_of("fully_shard"),
     },
 }
-# The options that affect the events between two steps, or their order.
-IN_ITERATION = ("strategy", "parameters", "precision", "offload", "frozen", "accumulation", "hook", "checkpoint")
-
+NOT_IN_ITERATION = ("ties", "adam", "resumes")
 # Values of two options of the wrapper that exclude each other, the type of the error, and parts of its message.
-REFUSALS: dict[str, tuple[dict[str, tuple[str, ...]], type[Exception], tuple[str, ...]]] = {
+REFUSALS: dict[str, tuple[dict[str, tuple[Any, ...]], type[Exception], tuple[str, ...]]] = {
     "a hook for hybrid strategies": (
         {"strategy": HYBRID, "hook": ("communication",)},
         AssertionError,
         ("register_comm_hook", "hybrid"),
     ),
     "a flat parameter that is half frozen": (
-        {"parameters": ("flat",), "frozen": ("half a unit",)},
+        {"originals": (False,), "frozen": ("half a unit",)},
         ValueError,
         ("use_orig_params=True", "requires_grad"),
     ),
 }
+NUM_CANDIDATES = 50
 
 
-def concerns(refusal: str, row: Mapping[str, str]) -> bool:
+def is_refused(row: Row, refusals: Iterable[str] = REFUSALS) -> bool:
     """Whether a row contains values that exclude each other."""
-    values, _, _ = REFUSALS[refusal]
-    return all(row.get(name) in several for name, several in values.items())
+    excluded = [REFUSALS[name][0] for name in refusals]
+    return any(all(row.get(name) in values for name, values in each.items()) for each in excluded)
 
 
-def wanted(
-    options: Mapping[str, Sequence[str]], *, triples: bool = False, refusals: Sequence[str] = (*REFUSALS,)
-) -> Iterator[Values]:
-    """All pairs of values, and optionally all triples in an iteration, without those of ``refusals``."""
-    in_iteration = [name for name in options if name in IN_ITERATION]
-    of_three = itertools.combinations(in_iteration, 3) if triples else []
-    for names in (*itertools.combinations(options, 2), *of_three):
-        for values in itertools.product(*(options[name] for name in names)):
-            row = dict(zip(names, values, strict=True))
-            if not any(concerns(refusal, row) for refusal in refusals):
-                yield frozenset(row.items())
+def combinations(row: Row, *, triples: bool) -> set[Any]:
+    """The pairs in a row, and optionally the triples in an iteration."""
+    in_iteration = [item for item in row.items() if item[0] not in NOT_IN_ITERATION]
+    found: set[Any] = {*itertools.combinations(row.items(), 2)}
+    return found.union(itertools.combinations(in_iteration, 3)) if triples else found
 
 
-def table(
-    options: Mapping[str, Sequence[str]],
-    seed: int = 0,
-    *,
-    triples: bool = False,
-    refusals: Sequence[str] = (*REFUSALS,),
-) -> list[Row]:
-    """Rows that contain all `wanted` combinations. The same seed gives the same rows."""
+def table(options: Options, seed: int = 0, *, triples: bool = False, refusals: Iterable[str] = REFUSALS) -> list[Row]:
+    """Rows that contain all combinations that are not refused. The same seed gives the same rows."""
+    names = combinations(dict.fromkeys(options), triples=triples)
+    products = [itertools.product(*([(name, value) for value in options[name]] for name, _ in some)) for some in names]
+    wanted = (some for some in itertools.chain(*products) if not is_refused(dict(some), refusals))
+    missing = dict.fromkeys(sorted(wanted, key=repr))
     dice = random.Random(seed)
-    missing = dict.fromkeys(wanted(options, triples=triples, refusals=refusals))
-    sizes = (2, 3) if triples else (2,)
     rows = []
-
-    def gain(row: Row, name: str, value: str) -> int:
-        """The number of missing combinations that a value would add to the row."""
-        others = (some for size in sizes for some in itertools.combinations(row.items(), size - 1))
-        return sum(frozenset((*some, (name, value))) in missing for some in others)
-
     while missing:
-        row = dict(sorted(next(iter(missing))))
-        for name in dice.sample(list(options), len(options)):
-            if name not in row:
-                possible = [v for v in options[name] if not any(concerns(r, {**row, name: v}) for r in refusals)]
-                dice.shuffle(possible)
-                row[name] = max(possible, key=lambda value, name=name: gain(row, name, value))
-        for size in sizes:
-            for some in itertools.combinations(row.items(), size):
-                missing.pop(frozenset(some), None)
-        rows.append({name: row[name] for name in options})
+        first = dict(next(iter(missing)))
+        drawn = [{name: dice.choice(options[name]) for name in options} | first for _ in range(NUM_CANDIDATES)]
+        possible = [row for row in drawn if not is_refused(row, refusals)]
+        rows.append(max(possible, key=lambda row: len(missing.keys() & combinations(row, triples=triples))))
+        for some in combinations(rows[-1], triples=triples):
+            missing.pop(some, None)
     return rows
 
 
-def description_of(row: Mapping[str, str], api: str, seed: int = 0) -> Description:
-    """The training run of a row."""
-    micro_batches: dict[str, Any] = {"none": (True,), "without sync": (False, True), "with sync": (True, True)}
+def description_of(row: Row, api: str, seed: int = 0) -> Description:
+    """The training run of a row. Hybrid strategies run on a mesh of 2 x 2 ranks, the others on two ranks."""
+    fields = {name: value for name, value in row.items() if name not in ("frozen", "checkpoint")}
+    is_hybrid = row["strategy"] in HYBRID
     return Description(
         model=_model(row["frozen"], row["checkpoint"]),
-        num_ranks=int(row["ranks"]),
+        num_ranks=4 if is_hybrid else 2,
+        num_replicas=2 if is_hybrid else 1,
         api=api,
-        strategy=row["strategy"],
-        # Two ranks hold one copy each, and nothing is sharded; four ranks form a 2x2 mesh.
-        num_replicas=2 if row["strategy"] in HYBRID else 1,
-        originals=row.get("parameters") != "flat",
-        precision=row["precision"],
-        offload=row["offload"] == "yes",
-        ties=((0, 5),) if row["tied"] == "yes" else (),
         # One step before the state is saved; the comparison with the loaded model adds another.
         steps=1,
-        micro_batches=micro_batches[row["accumulation"]],
-        momentum=row["optimizer"] == "momentum",
-        adam=row["optimizer"] == "adam",
-        hook=row["hook"],
-        resumes=row["state"],
+        momentum=not row["adam"],
         seed=seed,
+        **{"originals": True, **fields},
     )
 
 

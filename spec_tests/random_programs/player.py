@@ -61,8 +61,6 @@ from spec_tests.random_programs.front_ends import Group
 from spec_tests.random_programs.reference import Reference
 from spec_tests.random_programs.sides import MEANINGLESS, side_of
 
-__all__ = ["TIME_LIMIT", "play_all", "tolerance_of"]
-
 # Seconds until a rank gets an error if the other rank does not take part.
 TIME_LIMIT = 1.0
 # The format of minifsdp's messages; torch puts text of its own before some of them.

@@ -31,8 +31,6 @@ from spec_tests.random_programs.judge import Verdict
 from spec_tests.random_programs.modules import Kept, Piece, batch_on_cpu, loss_of, optimizer_for
 from spec_tests.random_programs.sides import MEANINGLESS, ByFunction, ByWrapper, Sharded, whole_of
 
-__all__ = ["judged"]
-
 WORLD = simulated.WORLD
 OTHER_DEVICE = 1
 NUM_SCHEDULES = 8

@@ -34,8 +34,6 @@ from spec_tests.random_programs.modules import (
     units_of,
 )
 
-__all__ = ["DTYPES", "READS", "Reference", "chosen", "damaged", "to_be_loaded"]
-
 DTYPES = {"double": torch.float64, "float": torch.float32}
 # The edits that change nothing.
 READS = ("read", "read_on_cpu", "gradients")

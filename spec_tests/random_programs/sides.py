@@ -39,8 +39,6 @@ from spec_tests.random_programs.reference import DTYPES, READS, chosen, damaged,
 from spec_tests.random_programs.wrong import WRONG_COMPOSED, WRONG_WRAPPED
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 
-__all__ = ["MEANINGLESS", "Sharded", "side_of"]
-
 # PyTorch's error for a reentrant checkpoint around modules without gradients. The program ends there.
 MEANINGLESS = "this checkpoint() is not necessary"
 

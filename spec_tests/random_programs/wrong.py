@@ -16,8 +16,6 @@ from spec_tests import subject
 from spec_tests.subject import CPUOffload, FullStateDictConfig, MixedPrecision, StateDictType, fully_shard
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 
-__all__ = ["WRONG_COMPOSED", "WRONG_WRAPPED"]
-
 Wrong = Callable[[Any], object]
 
 

@@ -7,8 +7,7 @@
   save, and ``restarts.py`` lets torchrun restart the job.
 * ``soak.py``: a long run in which the process must not grow.
 * ``machines.py`` and ``machine_training.py``: two machines on one computer, with a link that can be cut.
-* ``checkpoint_sizes.py`` has formulas for sharded checkpoints on any number of ranks, and ``checkpoint_costs.py``
-  measures them.
+* ``checkpoint_sizes.py`` has formulas for sharded checkpoints on any number of ranks.
 * ``healthy.py``: programs without a fault, which no check may end.
 
 ``python -m spec_tools.processes PROGRAM`` runs all cases of a program, see ``__main__.py``.
