@@ -4,7 +4,7 @@
 * ``deviate.py``: one rank does something else, ends or fails; or ranks catch errors and start again.
 * ``stages.py`` and ``matrix.py``: each fault at each stage of a training.
 * ``train.py``: the tutorial's training, with faults at events of a step or of a save. ``kills.py`` kills a rank in a
-  save, and ``restarts.py`` lets torchrun restart the job.
+  save, or lets torchrun restart the job.
 * ``soak.py``: a long run in which the process must not grow.
 * ``machines.py`` and ``machine_training.py``: two machines on one computer, with a link that can be cut.
 * ``checkpoint_sizes.py`` has formulas for sharded checkpoints on any number of ranks.

@@ -42,13 +42,13 @@ def row_of(case: Any, resume: Callable[[Any, Path], Any]) -> dict[str, Any]:
 def main() -> int:
     # Imported here, because ranks import this module too, as the main module of their parent.
     from spec_tools.benchmarks.page import circumstances
-    from spec_tools.processes import kills, matrix, restarts, soak
+    from spec_tools.processes import kills, matrix, soak
     from spec_tools.processes.ranks import ROOT
 
     # The cases, what runs one of them, and how many run at the same time.
     programs: dict[str, tuple[Iterable[Any], Callable[[Any], dict[str, Any]], int]] = {
         "faults": (matrix.cells(), matrix.run, 6),
-        "restarts": (restarts.restarts(), lambda case: row_of(case, restarts.resume), 2),
+        "restarts": (kills.restarts(), lambda case: row_of(case, kills.restart), 2),
         "kills": (kills.kills(), lambda case: row_of(case, kills.resume), 3),
         "soak": (soak.APIS, soak.run, 1),
     }

@@ -27,6 +27,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,9 +44,32 @@ from spec_tests.waiting import comes_true
 
 APIS = ("wrapper", "fully_shard")
 SECONDS = 3.0  # longer than the watchdog waits before it queries the other ranks
-PLACE = Path(os.environ.get("HEALTHY_FOLDER", "."))
+# `start` of ``ranks.py`` sets the second variable.
+PLACE = Path(os.environ.get("HEALTHY_FOLDER") or os.environ.get("MINIFSDP_LEDGER_DIR", "."))
 SECOND_RUN = "--- second run ---"  # a line on stderr
 RANK, WORLD = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+
+
+@dataclass(frozen=True)
+class Program:
+    """The requirements that a program proves, how it is started, and its number of ranks."""
+
+    requirements: tuple[str, ...]
+    launchers: tuple[str, ...]
+    num_ranks: int
+
+
+PROGRAMS: dict[str, Program] = {}
+
+
+def healthy(*requirements: str, launchers: tuple[str, ...] = ("plain",), num_ranks: int = 2) -> Callable[..., Any]:
+    """Adds a program to `PROGRAMS`."""
+
+    def decorate(program: Callable[[], None]) -> Callable[[], None]:
+        PROGRAMS[program.__name__] = Program(requirements, launchers, num_ranks)
+        return program
+
+    return decorate
 
 
 def join(limit: float = 300.0, **options: Any) -> None:
@@ -118,6 +142,7 @@ def state_dicts(trained: Trainings) -> list[Any]:
 # ---- groups and stores ----
 
 
+@healthy("HEALTHY-06", launchers=("plain", "torchrun"))
 def destroyed_and_made_again() -> None:
     """The default group is destroyed and recreated at the same store; a rank joins late, and is late in a step."""
     store = store_of_launcher()
@@ -129,6 +154,7 @@ def destroyed_and_made_again() -> None:
         time.sleep(0.5 * RANK)
 
 
+@healthy("HEALTHY-06", launchers=("torchrun",))
 def destroyed_on_one_rank_first() -> None:
     """Rank 0 destroys its groups while rank 1 continues. It waits only briefly; the store remains available."""
     store = store_of_launcher()
@@ -154,6 +180,7 @@ def num_alive(groups: list[Any]) -> int:
     return sum(group() is not None for group in groups)
 
 
+@healthy("HEALTHY-06")
 def ten_groups() -> None:
     """Five default groups with each API, one after the other, leave no thread, descriptor, hook or reference.
 
@@ -175,6 +202,7 @@ def ten_groups() -> None:
         assert num_alive(groups) <= 1, [group() for group in groups]
 
 
+@healthy("HEALTHY-06", num_ranks=4)
 def groups_made_by_the_package() -> None:
     """Three default groups. In each, the package makes groups of two ranks: the nodes, or a mesh to reshard to."""
     from torch import nn
@@ -200,6 +228,7 @@ def groups_made_by_the_package() -> None:
         assert comes_true(lambda: num_alive(groups) == 0, 2.0)
 
 
+@healthy("HEALTHY-06", "HEALTHY-07", launchers=("forked",))
 def hash_store_and_file_store() -> None:
     """First each process trains alone, with a `HashStore`. Then both train together, with a `FileStore`."""
     join(store=dist.HashStore(), rank=0, world_size=1)
@@ -213,6 +242,7 @@ def hash_store_and_file_store() -> None:
 # ---- a rank that is late, at any place and with any launcher ----
 
 
+@healthy("HEALTHY-07", launchers=("forked",))
 def late_at_every_place() -> None:
     """Rank 1 is late once before sharding, forward, backward, an optimizer step, an evaluation and a save."""
     from spec_tests.healthy.support import batch
@@ -242,6 +272,7 @@ def late_at_every_place() -> None:
     leave()
 
 
+@healthy("HEALTHY-07", num_ranks=3)
 def host_of_the_store_leaves() -> None:
     """Rank 0 hosts the store and leaves; ranks 1 and 2 continue in a group of their own, and save."""
     join_at(store_of_launcher())
@@ -259,6 +290,7 @@ def host_of_the_store_leaves() -> None:
         trained.check()
 
 
+@healthy("HEALTHY-07")
 def prefix_store_and_no_temporary_folder() -> None:
     """A prefix store over another one, no writable folder for temporary files, and a rank is late."""
     os.environ["MINIFSDP_LEDGER_DIR"] = "/proc/absent"
@@ -269,6 +301,7 @@ def prefix_store_and_no_temporary_folder() -> None:
     leave()
 
 
+@healthy("HEALTHY-07", "HEALTHY-11", launchers=("restarts",))
 def one_rank_raises_once() -> None:
     """Rank 1 raises after three steps, and torchrun restarts the job. Then a rank is late."""
     number = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
@@ -283,6 +316,7 @@ def one_rank_raises_once() -> None:
     leave()
 
 
+@healthy("HEALTHY-07", num_ranks=1)
 def spawned() -> None:
     """`torch.multiprocessing.spawn` starts two ranks. Rank 0, which hosts the store, ends first."""
     torch.multiprocessing.spawn(train_in_a_child, (free_port(),), nprocs=2)
@@ -321,6 +355,7 @@ for method in ("set", "get", "add", "check", "wait", "compare_set", "delete_key"
     setattr(SlowStore, method, slow(method))
 
 
+@healthy("HEALTHY-13")
 def slow_store() -> None:
     """The store is a class in Python whose accesses take 50 ms. After the first steps, training does not access it."""
     store = SlowStore(store_of_launcher())
@@ -339,6 +374,7 @@ def slow_store() -> None:
 # ---- handlers ----
 
 
+@healthy("HEALTHY-08")
 def sigterm_handler_set_later() -> None:
     """A trainer sets its handler for SIGTERM after sharding. The signal arrives; the trainer continues and saves."""
     join()
@@ -353,6 +389,7 @@ def sigterm_handler_set_later() -> None:
     leave()
 
 
+@healthy("HEALTHY-08", launchers=("torchrun",))
 def sigterm_handler_set_before() -> None:
     """The handler is set before the import. It calls `sys.exit(0)` on all ranks at the end of a step."""
     asked: list[int] = []
@@ -371,6 +408,7 @@ def sigterm_handler_set_before() -> None:
     sys.exit(0)
 
 
+@healthy("HEALTHY-08", launchers=("forked",))
 def wakeup_descriptor() -> None:
     """A wake-up descriptor of the program, set before or after sharding, is kept and receives the signals."""
     reader, writer = socket.socketpair()
@@ -388,6 +426,7 @@ def wakeup_descriptor() -> None:
     leave()
 
 
+@healthy("HEALTHY-08", launchers=("forked",))
 def two_event_loops() -> None:
     """The group is used in two calls of `asyncio.run`. In each, two coroutines train in turn, one with each API.
 
@@ -418,6 +457,7 @@ def two_event_loops() -> None:
     leave()
 
 
+@healthy("HEALTHY-08")
 def own_excepthook() -> None:
     """The program replaces `sys.excepthook`, passes an error to it as a shell does, and continues training."""
     shown: list[Any] = []
@@ -445,6 +485,7 @@ def own_excepthook() -> None:
     leave()
 
 
+@healthy("HEALTHY-08")
 def exit_handlers() -> None:
     """Exit handlers of the program run in the order of Python, none is omitted, and the last line is theirs."""
     ran: list[str] = []
@@ -483,6 +524,7 @@ was_checked = True
 """
 
 
+@healthy("HEALTHY-12")
 def console() -> None:
     """An `InteractiveConsole` trains. An error that it has shown has no effect, even at the end.
 
@@ -501,6 +543,7 @@ def console() -> None:
     time.sleep(2.0 * RANK)
 
 
+@healthy("HEALTHY-12")
 def ipython() -> None:
     """IPython trains; the typing error leads to its traceback."""
     os.environ["IPYTHONDIR"] = str(PLACE / f"ipython-{RANK}")
@@ -545,6 +588,7 @@ def import_the_package(worker: int) -> None:
     assert minifsdp.__name__ in sys.modules
 
 
+@healthy("HEALTHY-09")
 def data_workers() -> None:
     """Workers feed the training, by fork and by spawn. A time-out of a DataLoader that the program catches has no
     effect."""
@@ -566,6 +610,7 @@ def data_workers() -> None:
     leave()
 
 
+@healthy("HEALTHY-09")
 def fork_that_fails_between_steps() -> None:
     """Each rank forks a child while its group exists. The child ends with an uncaught error, and the ranks continue to
     train."""
@@ -588,6 +633,7 @@ def fork_that_fails_between_steps() -> None:
 # ---- the end of ranks ----
 
 
+@healthy("HEALTHY-10")
 def rank_1_ends_later() -> None:
     """The group is destroyed; rank 1 continues for 4 s. Rank 0, which hosts the store, ends at once."""
     join()
@@ -596,6 +642,7 @@ def rank_1_ends_later() -> None:
     time.sleep(4.0 * (RANK == 1))
 
 
+@healthy("HEALTHY-10", launchers=("plain", "torchrun"))
 def rank_1_ends_early() -> None:
     """No rank destroys the group; rank 1 ends, and rank 0 computes alone for 4 s."""
     join()
@@ -636,4 +683,10 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if "HEALTHY_FOLDER" in os.environ:
+        main()
+    else:
+        # Not at the top, because this also imports the package.
+        from spec_tools.processes.ranks import end_as_python_does
+
+        end_as_python_does(main)

@@ -1,26 +1,34 @@
-"""Kill -9 of a rank at a moment of a save, and the next run.
+"""Kill -9 of a rank at a moment of a save, and the next run. Jobs that a real ``torchrun --max-restarts`` restarts.
 
-Each moment needs two runs. In the first run, a rank is killed. Then the folder is checked, by code that is independent
-of the code under test. The second run continues. Its losses must be bitwise equal to those of a run that is never
-interrupted and never saves.
+The matrix restarts each job itself, like torchrun. `restart` lets torchrun do it, for fewer jobs, because each process
+that it starts imports torch.
+
+Each moment of a save needs two runs. In the first run, a rank is killed. Then the folder is checked, by code that is
+independent of the code under test. The second run continues. Its losses must be bitwise equal to those of a run that is
+never interrupted and never saves.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+import subprocess
+import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from spec_tools.processes.faults import whole_checkpoints
-from spec_tools.processes.ranks import start
+from spec_tools.processes.faults import FAULTS, whole_checkpoints
+from spec_tools.processes.ranks import ROOT, result_of, start
 from spec_tools.processes.train import STEPS, Moment
 
 APIS = ("wrapper", "fully_shard")
 LIMIT = 90.0  # seconds for a run
+RESTART_LIMIT = 240.0  # seconds; torchrun waits half a minute for a process that is stopped
 GRACE = 30.0  # seconds for the survivors to detect that a rank has ended
 PART, FILE = r"\.step-000004\.part", r"\.step-000004\.part/(__\d_0\.distcp|full\.pt)"
 
@@ -98,11 +106,9 @@ def resume(kill: Kill, folder: Path) -> str:
 
 def finished(api: str, form: str, folder: Path, num_ranks: int = 2, strategy: str = "FULL_SHARD") -> dict[str, Any]:
     """The result of a run without a fault."""
-    arguments = (str(folder), form, "[]", f"--api={api}", f"--strategy={strategy}")
-    with start("spec_tools.processes.train", *arguments, folder=folder / "last", num_ranks=num_ranks) as ranks:
-        codes = ranks.wait(LIMIT)
-    assert codes == [0] * num_ranks, ranks.all_errors()
-    result: dict[str, Any] = json.loads((folder / "result").read_text())
+    command = ("spec_tools.processes.train", str(folder), form, "[]", f"--api={api}", f"--strategy={strategy}")
+    options = {"file": folder / "result", "folder": folder / "last", "limit": LIMIT, "num_ranks": num_ranks}
+    result: dict[str, Any] = result_of(*command, **options)
     return result
 
 
@@ -113,3 +119,58 @@ def uninterrupted(api: str, strategy: str = "FULL_SHARD", num_ranks: int = 2) ->
         losses: list[float] = finished(api, "none", Path(folder), num_ranks, strategy)["losses"]
     assert len(set(losses)) == STEPS
     return losses
+
+
+# ---- restarts ----
+
+STRATEGIES = {"FULL_SHARD": 2, "HYBRID_SHARD": 4}  # with their numbers of ranks
+# In the fourth step, or in the save after it.
+MOMENTS = {"in a step": ("loss", 3), "in a save": ("written", 1)}
+
+
+@dataclass(frozen=True)
+class Restart:
+    """One job in which a rank has one fault."""
+
+    api: str
+    strategy: str
+    fault: str
+    victim: int
+    moment: str
+
+
+def restarts() -> Iterator[Restart]:
+    """All combinations of the other values; the victims alternate between the last rank and rank 0."""
+    everything = itertools.product(APIS, STRATEGIES, FAULTS, MOMENTS)
+    for number, (api, strategy, fault, moment) in enumerate(everything):
+        is_first = (number + number // 2) % 2 == 1
+        yield Restart(api, strategy, fault, 0 if is_first else STRATEGIES[strategy] - 1, moment)
+
+
+def restart(job: Restart, folder: Path) -> None:
+    """Runs the job.
+
+    Raises:
+        AssertionError: torchrun fails, or the job does not continue with the losses of an uninterrupted one.
+    """
+    label, nth = MOMENTS[job.moment]
+    moment = Moment(job.moment, label, nth, job.victim, job.fault)
+    num_ranks = STRATEGIES[job.strategy]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"),
+            *(f"--nproc-per-node={num_ranks}", str(Path(__file__).with_name("train.py")), str(folder), "sharded"),
+            *(json.dumps([asdict(moment)]), f"--api={job.api}", f"--strategy={job.strategy}"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=RESTART_LIMIT,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, f"torchrun has ended with {done.returncode}: {done.stderr}"
+    assert (folder / "struck-0").exists(), "the fault did not occur"
+    losses = uninterrupted(job.api, job.strategy, num_ranks)
+    result = json.loads((folder / "result").read_text())
+    assert result == {"losses": losses, "resumed at": [2]}, f"{result}, and the losses should be {losses}"
+    assert whole_checkpoints(folder / "runs") == ["step-000004", "step-000006"]

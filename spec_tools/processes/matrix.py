@@ -12,7 +12,6 @@ A cell passes if
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import tempfile
 import time
@@ -25,7 +24,7 @@ from typing import Any
 from minifsdp.watchdog.report import GONE, LOST, SILENT
 from spec_tests.waiting import comes_true
 from spec_tools.processes.faults import FAULTS, whole_checkpoints
-from spec_tools.processes.ranks import Ranks, start
+from spec_tools.processes.ranks import result_of, start
 from spec_tools.processes.stages import APIS, SHARDINGS, STAGES, STEPS, TIMEOUT, TO_MEET
 
 # The group's time-out, the answers of other ranks, exit records, and a busy machine.
@@ -73,6 +72,23 @@ class Cell:
         return 0 if self.victim == "rank 0" else SHARDINGS[self.sharding] - 1
 
     @property
+    def place(self) -> dict[str, Any]:
+        """Where the ranks run. Every run has its own store, as under torchrun."""
+        return {"num_ranks": SHARDINGS[self.sharding], "hosts": self.hosts}
+
+    def command(self, fault: str, folder: Path) -> list[str]:
+        """The program and its command line."""
+        return [
+            "spec_tools.processes.stages",
+            self.api,
+            self.sharding,
+            fault,
+            self.stage,
+            str(self.faulty),
+            str(folder),
+        ]
+
+    @property
     def survivors(self) -> list[int]:
         return [rank for rank in range(SHARDINGS[self.sharding]) if rank != self.faulty]
 
@@ -111,20 +127,13 @@ def run(cell: Cell) -> dict[str, Any]:
     )
 
 
-def started(cell: Cell, fault: str, folder: Path, outputs: Path) -> Ranks:
-    arguments = (cell.api, cell.sharding, fault, cell.stage, str(cell.faulty), str(folder))
-    # Every run has its own store, as under torchrun.
-    num_ranks = SHARDINGS[cell.sharding]
-    return start("spec_tools.processes.stages", *arguments, folder=outputs, num_ranks=num_ranks, hosts=cell.hosts)
-
-
 def fail(cell: Cell, folder: Path) -> float:
     """The job with its fault. Returns the seconds from the fault until the last survivor has ended.
 
     Raises:
         AssertionError: a survivor has not ended, or has not reported the fault, or a checkpoint is wrong.
     """
-    with started(cell, cell.fault, folder, folder) as ranks:
+    with start(*cell.command(cell.fault, folder), folder=folder, **cell.place) as ranks:
         victim = ranks.processes[cell.faulty]
         comes_true(lambda: (folder / "struck").exists() or not victim.is_alive(), TO_MEET)
         begun = time.monotonic()
@@ -170,10 +179,8 @@ def resume(cell: Cell, folder: Path) -> None:
 
 def finished(cell: Cell, folder: Path) -> list[float]:
     """The losses of the job without a fault."""
-    with started(cell, "none", folder, folder / "again") as ranks:
-        codes = ranks.wait(2 * TO_MEET)
-    assert not any(code is None or code for code in codes), ranks.all_errors()
-    losses: list[float] = json.loads((folder / "result").read_text())
+    options = {"file": folder / "result", "folder": folder / "again", "limit": 2 * TO_MEET, **cell.place}
+    losses: list[float] = result_of(*cell.command("none", folder), **options)
     return losses
 
 

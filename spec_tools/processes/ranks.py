@@ -11,6 +11,7 @@ so it can be killed.
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
 import time
@@ -94,6 +95,14 @@ def start(module: str, *arguments: str, folder: Path, num_ranks: int = 2, hosts:
         output.mkdir(parents=True)
         processes.append(start_module(module, *arguments, folder=ROOT, environment=environment, output=output))
     return Ranks(processes, folder, store)
+
+
+def result_of(module: str, *arguments: str, file: Path, folder: Path, limit: float, **place: Any) -> Any:
+    """Runs a program whose ranks must all succeed. Returns the JSON that it writes to ``file``. See `start`."""
+    with start(module, *arguments, folder=folder, **place) as ranks:
+        codes = ranks.wait(limit)
+    assert not any(code is None or code for code in codes), ranks.all_errors()
+    return json.loads(file.read_text())
 
 
 def end_as_python_does(main: Callable[[], None]) -> None:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from spec_tools.processes import kills, restarts
-from spec_tools.processes.kills import Kill
+from spec_tools.processes import kills
+from spec_tools.processes.kills import Kill, Restart
 from spec_tools.processes.ranks import start
-from spec_tools.processes.restarts import Restart
 
 
 @pytest.mark.pure
@@ -57,4 +56,4 @@ def test_a_checkpoint_gets_its_name_after_its_files_are_on_the_disk(tmp_path: Pa
 )
 def test_job_under_torchrun_resumes_from_last_checkpoint(restart: Restart, tmp_path: Path) -> None:
     """All: ``python -m spec_tools.processes restarts``."""
-    restarts.resume(restart, tmp_path)
+    kills.restart(restart, tmp_path)
