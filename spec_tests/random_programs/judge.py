@@ -26,7 +26,7 @@ from spec_tests.random_programs.description import Description, Node, legal, to_
 BATCH = 25
 SMALL_BATCH = 8  # during reduction: usually one of the first few fails
 LIMIT = 30.0  # seconds until a program counts as hanging; the first program also imports modules
-LONGEST = 120.0  # seconds for reducing a program
+LONGEST = 60.0  # seconds for reducing a program
 
 
 @dataclass(frozen=True)

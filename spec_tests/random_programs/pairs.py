@@ -2,8 +2,8 @@
 
 The number of all combinations of the options is about a million. Most defects need only two options. `table` chooses
 rows so that each pair of values occurs in some row, and on request also each triple of the options that affect an
-iteration. The algorithm is greedy: each row contains the first missing combination. Of many random rows that do so,
-it takes the one with the most missing combinations. The table is not the smallest, but it is complete.
+iteration. The algorithm is greedy: each row contains the first missing combination. Several random rows do so, and it
+takes the one with the most missing combinations. The table is not the smallest, but it is complete.
 """
 
 from __future__ import annotations
