@@ -119,22 +119,16 @@ def test_parameters_may_be_frozen_by_epoch(api: str) -> None:
 def test_a_program_may_average_its_weights(api: str) -> None:
     """The program keeps an exponential moving average of the local shards and evaluates with it."""
     training = Training(api)
-    averages = [parameter.detach().clone() for parameter in training.model.parameters()]
-    plain_averages = [parameter.detach().clone() for parameter in training.plain.parameters()]
+    models = (training.model, training.plain)
+    averages = [[parameter.detach().clone() for parameter in model.parameters()] for model in models]
     for step in range(3):
         training.step(step)
-        for of_model, parameters in (
-            (averages, training.model.parameters()),
-            (plain_averages, training.plain.parameters()),
-        ):
-            for average, parameter in zip(of_model, parameters, strict=True):
+        for model, of_model in zip(models, averages, strict=True):
+            for average, parameter in zip(of_model, model.parameters(), strict=True):
                 average.lerp_(parameter.detach(), 0.1)
     with torch.no_grad():
-        for of_model, parameters in (
-            (averages, training.model.parameters()),
-            (plain_averages, training.plain.parameters()),
-        ):
-            for average, parameter in zip(of_model, parameters, strict=True):
+        for model, of_model in zip(models, averages, strict=True):
+            for average, parameter in zip(of_model, model.parameters(), strict=True):
                 parameter.copy_(average)
     training.check()
 

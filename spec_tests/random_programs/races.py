@@ -207,9 +207,6 @@ class _Racing(Sharded):
             self.scaler.update()
         self.changed()
 
-    def save(self, call: Call) -> None:
-        raise NotImplementedError
-
 
 def _stepper(parameter: Tensor) -> Any:
     optimizer = torch.optim.SGD([parameter], lr=1 / 32)

@@ -49,7 +49,12 @@ def side_of(d: Description, group: Group = None) -> Sharded:
 
 
 class Sharded:
-    """The sharded model.
+    """The sharded model. The subclasses also have these methods:
+
+    * ``expected``: this rank's shards of full tensors, by the names in `owned`; 1-D, or per parameter. ``joined`` is
+      the reverse: full tensors from the shards of all ranks.
+    * ``state`` and ``optimizer_state``: the state dicts, which share no memory with the model. ``resume`` loads them
+      into another model of the same kind.
 
     Args:
         d: the program.
@@ -84,14 +89,6 @@ class Sharded:
         self.is_root_left = False
 
     # --- shards ---
-
-    def expected(self, whole: dict[str, Tensor]) -> dict[str, Tensor]:
-        """This rank's shards of full tensors, by the names in `owned`; 1-D, or per parameter."""
-        raise NotImplementedError
-
-    def joined(self, of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """The reverse of `expected`: full tensors from the shards of all ranks."""
-        raise NotImplementedError
 
     def sharers(self, node: Node) -> list[int]:
         """The ranks that together store a copy of a unit; this rank is one of them."""
@@ -298,20 +295,6 @@ class Sharded:
 
     def copy(self, call: Call) -> None:
         copy.deepcopy(self.model)
-
-    # --- saving ---
-
-    def state(self, form: str) -> dict[str, Any]:
-        """The state dict of the model. It shares no memory with the model."""
-        raise NotImplementedError
-
-    def optimizer_state(self, form: str) -> dict[str, Any]:
-        """The same for the optimizer."""
-        raise NotImplementedError
-
-    def resume(self, form: str, state: dict[str, Any], optimizer_state: dict[str, Any]) -> None:
-        """Loads states of another program of the same kind."""
-        raise NotImplementedError
 
 
 class ByWrapper(Sharded):
