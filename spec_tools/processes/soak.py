@@ -61,7 +61,7 @@ def run(api: str) -> dict[str, Any]:
     return {**row, "first": samples[0], "last": samples[-1]}
 
 
-def soak(api: str, num_steps: int, num_warm: int, folder: str, round_of: int) -> None:
+def soak(api: str, num_steps: int, num_warm: int, folder: str, round_of: int = 25) -> None:
     """Trains and counts. Every rank must call it; rank 0 writes the counts into ``folder``.
 
     Args:

@@ -22,7 +22,7 @@ from spec_tools.processes import soak
 @pytest.mark.spec("SOAK-01", "SOAK-02")
 @pytest.mark.parametrize("api", soak.APIS)
 def test_nothing_grows_during_training_evaluation_save_and_load(tmp_path: Path, api: str) -> None:
-    arguments = {"api": api, "num_steps": 80, "num_warm": 20, "folder": str(tmp_path), "round_of": 20}
+    arguments = {"api": api, "num_steps": 150, "num_warm": 50, "folder": str(tmp_path)}
     pool.run(2, soak.__name__, soak.soak.__name__, arguments, 120.0)
     assert (tmp_path / "samples.json").exists()
 
