@@ -19,6 +19,7 @@ reduce a description do not need these rules; they call `legal` afterwards.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -321,7 +322,7 @@ def legal(description: Description) -> Description:
     """The description, or the nearest meaningful one."""
     d = _legal_options(description)
     d = replace(d, model=_Rules(d).repaired(d.model, None, "root"))
-    d = replace(d, ties=tuple(pair for pair in d.ties if _may_tie(d, *pair)))
+    d = replace(d, ties=_legal_ties(d))
     if num_uses(d) > 2:
         # Low precision rounds each use by about one percent, and the order of many uses matters; norms amplify this.
         d = replace(d, precision="full")
@@ -493,6 +494,15 @@ def _for_each_parameter(leaf: Node) -> Node:
     if leaf.kind in ("own", "unused") and OWN_SHAPES[leaf.size % len(OWN_SHAPES)] in ((), (0,)):
         leaf = replace(leaf, size=1)
     return leaf
+
+
+def _legal_ties(d: Description) -> tuple[tuple[int, int], ...]:
+    """The ties. A pair whose leaves must not be tied is replaced by one that may be, if there is one."""
+    num_leaves = sum(node.kind in LEAVES for node, _ in walk(d.model))
+    pairs = [pair for pair in itertools.combinations(range(num_leaves), 2) if _may_tie(d, *pair)]
+    if not pairs:
+        return ()
+    return tuple({pair if pair in pairs else pairs[sum(pair) % len(pairs)]: None for pair in d.ties})
 
 
 def _may_tie(d: Description, first: int, second: int) -> bool:
