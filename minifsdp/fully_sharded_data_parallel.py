@@ -57,7 +57,6 @@ from minifsdp.api import *  # noqa: F403
 from minifsdp.cases import parts_of_units
 from minifsdp.checkpoint import (
     optim_state,
-    optim_state_load,
     state_dict,
     state_dict_load,
 )
@@ -402,7 +401,7 @@ class FullyShardedDataParallel(TrainingMethods, TorchNames, _FSDPState):  # type
         )
         form = options.form_for_optimizer(model)
         target = NamedOptimizer(model, optim, form, by_name=is_named_optimizer)
-        loadable = optim_state_load.load(target, optim_state_dict)
+        loadable = optim_state.load(target, optim_state_dict)
         if load_directly:
             optim.load_state_dict(loadable)
         return loadable

@@ -19,8 +19,14 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from minifsdp.checkpoint import tensors
-from minifsdp.checkpoint.codec import NamedOptimizer, UnitCodec
-from minifsdp.checkpoint.facts import Facts, PerElement, facts_given, tensors_in
+from minifsdp.checkpoint.codec import (
+    Facts,
+    NamedOptimizer,
+    PerElement,
+    UnitCodec,
+    facts_given,
+    tensors_in,
+)
 from minifsdp.checks import agreement, state_dicts
 from minifsdp.checks.details import detail
 from minifsdp.engine.mesh import Group

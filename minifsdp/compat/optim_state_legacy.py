@@ -32,7 +32,7 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType
 from torch.optim import Optimizer
 
-from minifsdp.checkpoint import optim_state, optim_state_load
+from minifsdp.checkpoint import optim_state
 from minifsdp.checkpoint.codec import NamedOptimizer, parameters_of, regrouped
 from minifsdp.checkpoint.state_dict_options import Form
 from minifsdp.checks import optimizer_states
@@ -73,7 +73,7 @@ def load(
     """A dict for the optimizer that `target` returns, for the older method ``name``."""
     loading = target(name, model, optim_input, optim, form)
     warn_renamed(f"{WRAPPER}.{name}", f"{WRAPPER}.optim_state_dict_to_load")
-    return optim_state_load.load(loading, given, communicates=communicates)
+    return optim_state.load(loading, given, communicates=communicates)
 
 
 def in_todays_order(

@@ -65,7 +65,7 @@ from torch.distributed.fsdp import StateDictType
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from minifsdp.checkpoint import optim_state, optim_state_load
+from minifsdp.checkpoint import optim_state
 from minifsdp.checkpoint.codec import (
     NamedOptimizer,
     UnitCodec,
@@ -285,7 +285,7 @@ def set_optimizer_state_dict(
             )
         if given and len(listed) > 1:
             given = _part(given, set(target.originals_of(target.keys)))
-        optimizer.load_state_dict(optim_state_load.load(target, given))
+        optimizer.load_state_dict(optim_state.load(target, given))
 
 
 def _agree(model: nn.Module, call: str, *, sends: bool) -> None:
