@@ -18,8 +18,7 @@ From the bottom layer to the top. Each module uses only modules above it in this
 ``layout``          the interface for storing a unit's parameters
 ``placeholder``     the placeholder for a parameter that is not available
 ``flat_tensor``     how a flat parameter is sharded; the unsharded tensor, which autograd owns
-``flat_params``     the registered parameters of a flat unit: a flat parameter, or the original parameters
-``flat_gradients``  the gradients of these parameters
+``flat_params``     the registered parameters of a flat unit and their gradients: a flat parameter, or the original ones
 ``flat``            layout 1: one flat tensor, and views of it
 ``sharded_param``   one parameter: its local shard, DTensor and leaf
 ``bucket``          the memory of parameters: contiguous shards

@@ -34,7 +34,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from minifsdp.engine import collectives, lifetime
 from minifsdp.engine.comm_streams import COMPLETED, CommStreams, Handle
-from minifsdp.engine.flat_gradients import FlatGradients
 from minifsdp.engine.flat_params import (
     RegisteredFlatParam,
     RegisteredOrigParams,
@@ -122,7 +121,6 @@ class FlatLayout(Layout):
         )
         # The optimizer updates these tensors.
         self.local_parameters = self.registered.parameters
-        self.gradients = FlatGradients(self.registered)
         self._shows_kept = shows_kept
         self.precision = precision
         self.steps = Steps()
@@ -382,7 +380,7 @@ class FlatLayout(Layout):
             changed = hook(gradient)
             gradient = gradient if changed is None else changed.contiguous()
         if with_unreduced:
-            unreduced = self.gradients.take_unreduced()
+            unreduced = self.registered.take_unreduced()
             if unreduced is not None:
                 is_same = unreduced.dtype is gradient.dtype
                 gradient = unreduced.add_(gradient) if is_same else unreduced + gradient
@@ -391,7 +389,7 @@ class FlatLayout(Layout):
 
     def keep_unreduced(self, gradient: Gradient) -> None:
         """Adds ``gradient`` to the unreduced gradient in ``.grad``."""
-        self.gradients.keep_unreduced(
+        self.registered.keep_unreduced(
             gradient.parts[0].clone() if self._is_shared else gradient.parts[0]
         )
 
@@ -418,12 +416,12 @@ class FlatLayout(Layout):
         dtype = self.registered.shard.dtype
         if local_shard.dtype is not dtype and not self.precision.keep_reduce_dtype:
             local_shard = local_shard.to(dtype)
-        self.gradients.add_reduced(local_shard)
+        self.registered.add_reduced(local_shard)
 
     @property
     def has_unreduced(self) -> bool:
         """Whether ``.grad`` holds a gradient that was not reduced."""
-        return self.gradients.has_unreduced
+        return self.registered.has_unreduced
 
     # --- the user ---
 
