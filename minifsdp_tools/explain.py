@@ -27,9 +27,9 @@ Spec: EXPLAIN-01 to EXPLAIN-12.
 """
 
 import itertools
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
@@ -47,8 +47,6 @@ from minifsdp_tools.explain_records import UnitSummary
 from minifsdp_tools.explain_units import choices_of, type_of, units_of
 from minifsdp_tools.formulas import size_of
 
-# Line width of sentences in the text.
-_WIDTH = 100
 # Numbers that an optimizer keeps for each element, in the stored dtype, without step counters.
 STATES = {
     **dict.fromkeys(("Adadelta", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"), 2),
@@ -101,20 +99,26 @@ class Explanation:
 
     def __str__(self) -> str:
         """The text for a terminal."""
-        return "\n".join(_as_text(self))
+        return self._rendered("explain.txt.jinja")
 
     def _repr_html_(self) -> str:
         """The tables for a notebook."""
+        return self._rendered("explain.html.jinja")
+
+    def _rendered(self, template: str) -> str:
         from minifsdp_tools.timeline import (
             TEMPLATES,
         )  # not at the top, because it imports jinja2, which is slow
 
-        return TEMPLATES.get_template("explain.html.jinja").render(
+        return TEMPLATES.get_template(template).render(
             found=self,
             headline=_headline(self),
+            units=list(_lines_of_units(self.units)),
             memory=_memory(self),
+            not_included=detail("explain-not-in-it"),
             size=size_of,
             dtypes=_dtypes,
+            some=partial(some, most=MOST_NAMES),
         )
 
 
@@ -262,38 +266,6 @@ def _memory(found: Explanation) -> list[tuple[str, float, str]]:
         (what, num, "the peak" if num == cost.peak and not words else words)
         for what, num, words in lines
     ]
-
-
-def _as_text(found: Explanation) -> Iterator[str]:
-    table = [
-        ("unit", "parameters", "gathered", "each rank owns", "dtypes"),
-        *_lines_of_units(found.units),
-    ]
-    width = max(len(line[0]) for line in table)
-    yield from [_headline(found), ""]
-    for name, numel, gathered, owned, dtypes in table:
-        yield f"{name:{width}}  {numel:>14}  {gathered:>9}  {owned:>20}  {dtypes}"
-    share = 100 * found.largest.numel / found.numel
-    yield from [
-        "",
-        f"largest unit: {found.largest.label}, {share:.0f} % of the parameters",
-        "",
-        "on each rank",
-    ]
-    for what, num, words in _memory(found):
-        yield f"  {what:33}{size_of(num):>9}  {words}".rstrip()
-    yield from ["", *textwrap.wrap(detail("explain-not-in-it"), _WIDTH)]
-    for text in found.assumptions:
-        yield from textwrap.wrap(f"Assumed: {text}.", _WIDTH, subsequent_indent="  ")
-    for advice in found.warnings:
-        yield from [
-            "",
-            *textwrap.wrap(f"{advice.kind}: {some(advice.units, MOST_NAMES)}", _WIDTH),
-        ]
-        for words in (advice.cause, advice.remedy):
-            yield from textwrap.wrap(
-                f"{words}.", _WIDTH, initial_indent="  ", subsequent_indent="  "
-            )
 
 
 def _lines_of_units(

@@ -31,6 +31,7 @@ Spec: the paragraph "The tracer" at the head of the spec.
 
 import math
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,7 @@ BOXES = ("F", "B", "AG", "RS", "AR")
 TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent), autoescape=True
 )
-TEMPLATES.filters["px"] = "{:.1f}".format
+TEMPLATES.filters |= {"px": "{:.1f}".format, "fill": textwrap.fill}
 # The macros of the template by their names, and ``meanings``: its description of each kind.
 _SHAPES: Any = TEMPLATES.get_template("timeline.svg.jinja").module
 
