@@ -93,13 +93,13 @@ def test_hints_come_one_by_one_and_are_counted(tmp_path: Path, capsys: pytest.Ca
 
 
 @pytest.mark.spec("LEARN-02", "LEARN-03")
-def test_check_prints_requirements_and_stores_progress(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "minifsdp_tools.learn", "check", "6", "--folder", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
-    assert done.returncode == 2
-    assert "python -m minifsdp_tools.learn start 6" in done.stdout
+def test_check_prints_requirements_and_stores_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["check", "6", "--folder", str(tmp_path)]
+    assert main(arguments) == 2
+    assert "python -m minifsdp_tools.learn start 6" in capsys.readouterr().out
     solution = (ROOT / "spec_tools" / "learn" / "solutions" / "limiter.py").read_text()
     (tmp_path / "06_limiter.py").write_text(solution)
+    command = [sys.executable, "-m", "minifsdp_tools.learn", *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.findall(r"^(\w+) .*\[(LIM-\d\d)", done.stdout, re.MULTILINE)
