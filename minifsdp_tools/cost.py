@@ -40,7 +40,7 @@ Sent bytes are those of the ring algorithms. In units of P * b * (N - 1) / N, fo
 DDP 2, ``SHARD_GRAD_OP`` 2, ``FULL_SHARD`` 3, or a little less, since the root's own parameters are all-gathered once.
 ``links.py`` computes them, which links they use, and a lower bound for the time.
 
-``spec_tests/tools/test_cost.py`` tests that live storages on the CPU and recorded collectives equal these numbers. It
+``spec_tools/explain/test_cost.py`` tests that live storages on the CPU and recorded collectives equal these numbers. It
 also tests the tables of arXiv 1910.02054 and 2304.11277. ``docs_build/reading/papers.py`` shows a mistake in the
 second.
 

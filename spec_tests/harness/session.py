@@ -36,7 +36,7 @@ MOST_TOGETHER = 12
 
 # Folders whose tests start processes that would compute on the CPU.
 STARTS_PROGRAMS = (
-    "spec_tests/learn",
+    "spec_tools/learn",
     "spec_tools/tutorials",
     "spec_tools/processes",
     "docs_build/tests",

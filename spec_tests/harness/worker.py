@@ -80,7 +80,9 @@ REWRITTEN = (
         for folder in pathlib.Path(__file__).parents[1].iterdir()
         if folder.is_dir() and folder.name != "harness"
     ),
+    "spec_tools.explain",
     "spec_tools.processes",
+    "spec_tools.simulate",
     "spec_tools.tutorials",
 )
 

@@ -46,5 +46,5 @@ def small(**options: object) -> Recording:
 
 def tower_setup(api: str, strategy: str, num_ranks: int) -> Setup:
     exact = {"param_dtype": "fp32", "reduce_dtype": "fp32"}
-    model = "spec_tests.simulate.small:tower"
+    model = "spec_tools.simulate.small:tower"
     return Setup(model, num_ranks, num_ranks // 2, api, strategy, optimizer="sgd", **exact)  # type: ignore[arg-type]

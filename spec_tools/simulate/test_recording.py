@@ -24,8 +24,8 @@ from minifsdp_tools.simulate.shapes import shape_of
 from minifsdp_tools.simulate.tape import Collective, HostWait, Kernel, UseOn
 from spec_tests.harness import ranks
 from spec_tests.models.apis import FULLY_SHARD, ORIGINALS, Api
-from spec_tests.simulate.small import KINDS, SMALL, WIDTH, Pair, small, tower_module, tower_setup
 from spec_tests.subject import ShardingStrategy, trace
+from spec_tools.simulate.small import KINDS, SMALL, WIDTH, Pair, small, tower_module, tower_setup
 
 ROOT = Path(__file__).parents[2]
 SLOW = Network(ranks_per_machine=4, within=1e9, between=1e8)

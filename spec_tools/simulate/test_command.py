@@ -21,7 +21,7 @@ from minifsdp_tools.simulate.report import GIB, USABLE, limit_of
 from minifsdp_tools.simulate.search import extrapolated, search
 from minifsdp_tools.simulate.setup import Setup
 from minifsdp_tools.simulate.shapes import Shape
-from spec_tests.simulate.small import SMALL, small
+from spec_tools.simulate.small import SMALL, small
 
 ROOT = Path(__file__).parents[2]
 SIZES = "layers=2,width=64,heads=4,vocabulary=100,sequence=32"
@@ -65,7 +65,7 @@ def test_json_has_a_line_for_each_run(capsys: pytest.CaptureFixture[str]) -> Non
         ([SIZES, "--card", "H100", "--ranks", "0"], "num_ranks is 0; it must be at least 1"),
         ([SIZES, "--card", "H100", "--strategy", "HYBRID_SHARD", "--shards", "3"], "8 ranks cannot form copies of 3"),
         ([SIZES, "--card", "H100", "--costs", "no-file.json"], "No such file or directory"),
-        (["spec_tests.simulate.small:tower", "--card", "H100", "--search"], "a search needs the sizes"),
+        (["spec_tools.simulate.small:tower", "--card", "H100", "--search"], "a search needs the sizes"),
     ],
 )
 def test_error_names_cause_and_remedy(options: list[str], cause: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from minifsdp_tools.explain import STATES
 from spec_tests import subject
 from spec_tests.harness import device, ranks
 from spec_tests.subject import FullyShardedDataParallel, MixedPrecision, ModuleWrapPolicy
-from spec_tests.tools.test_cost import JOB, Pair, Tower, assert_memory, assert_sends, job_for, weighed
+from spec_tools.explain.test_cost import JOB, Pair, Tower, assert_memory, assert_sends, job_for, weighed
 
 LOW = torch.bfloat16
 

@@ -17,8 +17,8 @@ from minifsdp_tools.simulate.replay import Result, replay
 from minifsdp_tools.simulate.setup import Setup
 from minifsdp_tools.simulate.shapes import SHAPES
 from minifsdp_tools.simulate.tape import Collective, Kernel
-from spec_tests.simulate.small import SMALL
 from spec_tests.subject import trace
+from spec_tools.simulate.small import SMALL
 
 # A rate of 1 for everything, so that operations, bytes and seconds are the same numbers.
 PLAIN: dict[str, Any] = {"matmul": 1.0, "matmul32": 1.0, "bandwidth": 1.0, "memory": 1e9, "efficiency": 1.0}
