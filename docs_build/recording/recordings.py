@@ -20,11 +20,6 @@ def load() -> dict[str, Any]:
     return {**data, "runs": {run["key"]: run for run in data["runs"]}}
 
 
-def write(data: dict[str, Any]) -> None:
-    """Writes runs from a list; the same data results in the same bytes."""
-    FILE.write_bytes(gzip.compress(json.dumps(data, separators=(",", ":")).encode(), mtime=0))
-
-
 def find(key: str) -> dict[str, Any]:
     """One run.
 

@@ -2,7 +2,7 @@
 
 ``python -m pytest docs_build/tests -m docs``
 
-The site is built once per session, and one browser opens it.
+The site is built once per session, and one browser opens its pages.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from docs_build.reading.order import ROOT
-from docs_build.tests.browser import Tab, chromium, find_chromium
+from docs_build.tests.browser import Tab, find_chromium
 from spec_tests.harness.session import leave_out
 
 
@@ -30,26 +31,23 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if {"site", "tab"} & set(getattr(item, "fixturenames", ())):
-            item.add_marker("docs")
-            item.add_marker(pytest.mark.needs("mkdocs"))
+        for fixture, package in {"site": "mkdocs", "chromium": "playwright"}.items():
+            if fixture in getattr(item, "fixturenames", ()):
+                item.add_marker("docs")
+                item.add_marker(pytest.mark.needs(package))
     if "docs" not in (config.option.markexpr or ""):
         leave_out(config, items, "docs tests not run (no -m docs)", lambda item: item.get_closest_marker("docs"))
 
 
-def build(folder: Path, environment: Mapping[str, str]) -> Path:
-    """Builds the site; fails if the build has a warning, for instance about a broken link."""
-    reported = {**environment, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=reported, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return folder
-
-
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The built site."""
-    return build(tmp_path_factory.mktemp("docs") / "site", os.environ)
+    """The built site. The build fails if it has a warning, for instance about a broken link."""
+    folder = tmp_path_factory.mktemp("docs") / "site"
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "DISABLE_MKDOCS_2_WARNING": "true", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
 
 
 class _Quiet(http.server.SimpleHTTPRequestHandler):
@@ -66,16 +64,20 @@ def address(site: Path) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tab]:
+def chromium() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
     command = find_chromium()
     if command is None:
         pytest.skip("no chromium is installed (Debian: apt-get install chromium)")
-    with chromium(command, str(tmp_path_factory.mktemp("profile"))) as tab:
-        yield tab
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=command)
+        yield browser
+        browser.close()
 
 
 @pytest.fixture
-def tab(browser: Tab) -> Iterator[Tab]:
-    """The page of the browser, in a window of the usual size for each test."""
-    yield browser
-    browser.resize()
+def tab(chromium: Any) -> Iterator[Tab]:
+    """A page of the browser, with its own storage."""
+    with chromium.new_page(viewport={"width": 1280, "height": 900}) as page:
+        yield Tab(page)

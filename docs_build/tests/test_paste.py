@@ -83,8 +83,8 @@ def test_unknown_text_matches_no_entry(page: Tab) -> None:
 def test_error_search_works_by_keyboard_and_stores_nothing(page: Tab) -> None:
     page.focus("#paste-text")
     page.type(traceback(OF_TORCH["E-writeback"], "[rank1]: "))
-    status = page.wait_for("document.getElementById('paste-status').textContent")
-    assert status == "1 entry found: Cannot writeback when the parameter shape changes"
+    page.wait_for("document.getElementById('paste-status').textContent")
+    assert page.text("#paste-status") == "1 entry found: Cannot writeback when the parameter shape changes"
     assert "On rank 1." in page.text(".paste-why")
     assert "Cause." in page.text(".paste-body")
     # Skip two buttons; then comes the heading of the entry.

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import string
+import subprocess
+import sys
 from math import ceil
 from typing import Any
 
@@ -51,6 +54,15 @@ def test_chapters_are_pages_with_about_forty_problems_and_folded_answers() -> No
         # No entry of a file is lost, for instance because its answer is missing.
         assert len(problems(name)) == (FOLDER / f"{name}.md").read_text().count("\n## ") >= 7
         assert chapter(name).count('??? success "Answer"') == len(problems(name))
+
+
+@pytest.mark.spec("PROBLEMS-06")
+def test_another_process_gives_the_same_chapters() -> None:
+    code = "from docs_build.problems.chapters import *; print(contents(), *map(chapter, CHAPTERS))"
+    # Another order of sets of strings, a time zone far from UTC, and another language.
+    environment = {**os.environ, "PYTHONHASHSEED": "20260", "TZ": "Pacific/Kiritimati", "LANG": "C"}
+    done = subprocess.run([sys.executable, "-X", "utf8", "-c", code], cwd=ROOT, env=environment, capture_output=True)
+    assert done.stdout.decode() == " ".join([contents(), *map(chapter, CHAPTERS)]) + "\n"
 
 
 @pytest.mark.spec("PROBLEMS-02", "PROBLEMS-03")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import re
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from docs_build.reading.breaks import RECORD, breaks_of, first_changed_line
 from docs_build.reading.definitions import docstring_lines
 from docs_build.reading.notebook import notes_of, place_notes
 from docs_build.reading.order import all_modules
-from docs_build.tests.browser import Tab
 from spec_tools.breaks.edits import BREAKS
 
 UNIT = source.read_module("engine/unit.py")
@@ -62,22 +60,3 @@ def test_requirements_recorded_for_a_line_are_linked_there() -> None:
         if entry["red"]:
             section = pages[name].partition(f'id="{row.anchor}"')[2].partition("<section ")[0]
             assert set(entry["red"]) <= set(re.findall(r"spec\.html#([\w-]+)", section)), known_as
-
-
-def in_sight(line: int) -> str:
-    """Whether a line is on the screen, below the header, and not covered."""
-    return f"""(() => {{
-        const e = document.getElementById('L{line}'), b = e.getBoundingClientRect();
-        if (!b.height || b.top < 60 || b.bottom > innerHeight) return false;
-        return document.elementFromPoint(b.x + b.width / 2, b.y + b.height / 2) === e;
-    }})()"""
-
-
-@pytest.mark.parametrize("width", [1440, 390])
-@pytest.mark.parametrize("words", ["self.layout.all_gather(", "all_gather_begins(self)"])
-def test_address_of_a_line_shows_the_line_even_if_it_is_folded(site: Path, tab: Tab, words: str, width: int) -> None:
-    line = next(n for n, text in enumerate(UNIT.text.splitlines(), 1) if words in text)
-    tab.resize(width)
-    tab.open((site / "read/engine/unit.html").as_uri() + f"#L{line}")
-    tab.wait_for(in_sight(line))
-    assert tab.problems() == []

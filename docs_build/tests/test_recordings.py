@@ -31,11 +31,11 @@ def test_equal_blocks_take_about_the_same_time_and_data_arrives_during_its_colle
 @pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
 @ranks(2)
 def test_engine_performs_the_recorded_steps(api: str) -> None:
-    run = record.Run(api, "full", "pre", "block", 2)
-    found = json.loads(json.dumps(record.perform(run)))
+    recorded = recordings.find(f"{api}-full-pre-block-2")
+    found = json.loads(json.dumps(record.perform(recorded)))
     # Only the first rank gets the runs of all ranks.
     if found is not None:
-        for mine, of_record in zip(found["ranks"], recordings.find(run.key)["ranks"], strict=True):
+        for mine, of_record in zip(found["ranks"], recorded["ranks"], strict=True):
             # Times differ, and the bytes of the optimizer are those of torch.
             seen, expected = ([[*m[:3], m[4], *m[6:8]] for m in rank["moments"]] for rank in (mine, of_record))
             assert seen == expected, "the engine has changed: python -m docs_build.recording.record --player"

@@ -27,7 +27,7 @@ ROOT = [(64, 16), (64,), (1, 64), (1,)]
 def page(tab: Tab) -> Tab:
     """An empty page with the script."""
     tab.open("about:blank")
-    tab.look(f"{SCRIPT.read_text(encoding='utf-8')}; true")
+    tab.page.add_script_tag(path=SCRIPT)
     return tab
 
 

@@ -34,7 +34,7 @@ ASK = """((text) => new Promise((done) => {
 def test_each_error_finds_its_entry_first_also_from_a_local_file(site: Path, tab: Tab) -> None:
     tab.open((site / "learn/why.html").as_uri())
     # The texts are loaded when a search begins.
-    assert not [url for url in tab.requests() if "documents.js" in url]
+    assert not [request for request in tab.page.requests() if "documents.js" in request.url]
     tab.click(".md-search__input")
     tab.wait_for(READY, 120)
     # The search field has one line.

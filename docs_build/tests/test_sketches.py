@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from docs_build.drawing import holdings, hooksteps, linkbytes, memorycurve, onew
 from docs_build.drawing.sketch import size_of
 from docs_build.reading.papers import zero_bytes
 from docs_build.recording.lessons import recorded
-from docs_build.tests.browser import Tab
 
 GB = 10**9
 
@@ -58,12 +56,3 @@ def test_activations_are_drawn_above_stored_and_unsharded_memory() -> None:
     assert plain.result.stored_bytes == checkpointed.result.stored_bytes
     assert plain.peak == plain.result.peak_allocated > 1.5 * checkpointed.peak
     assert f"peak {size_of(plain.peak)}" in memorycurve.draw("")
-
-
-@pytest.mark.parametrize("page", ["learn/why", "learn/hooks", "learn/strategies"])
-def test_drawings_are_readable_on_a_phone(site: Path, tab: Tab, page: str) -> None:
-    tab.resize(390, 844)
-    tab.open((site / f"{page}.html").as_uri())
-    assert max(tab.each(".sketch-panel svg", "e.getBoundingClientRect().right")) <= 390
-    # In pixels.
-    assert min(tab.each(".sketch text", "parseFloat(getComputedStyle(e).fontSize) * e.getScreenCTM().a")) >= 9

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import base64
 import io
 import os
 import re
 import subprocess
 import unicodedata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,11 +105,12 @@ def test_answers_contain_each_question_of_the_slides(lecture: str) -> None:
 
 @pytest.mark.spec("TEACH-06")
 @of_lecture
-def test_page_without_scripts_is_a_document(site: Path, tab: Tab, lecture: str) -> None:
-    tab.send("Emulation.setScriptExecutionDisabled", value=True)
-    tab.open(f"{site.as_uri()}/teach/{lecture}.html")
-    shown = [len(tab.each(selector)) for selector in (".slides-start", ".slides > .slide", ".slide .notes")]
-    tab.send("Emulation.setScriptExecutionDisabled", value=False)
+def test_page_without_scripts_is_a_document(site: Path, chromium: Any, lecture: str) -> None:
+    with chromium.new_page(java_script_enabled=False) as page:
+        page.goto(f"{site.as_uri()}/teach/{lecture}.html")
+        shown = [
+            page.locator(f"{one}:visible").count() for one in (".slides-start", ".slides > .slide", ".slide .notes")
+        ]
     assert shown == [0, len(DECKS[lecture]), len(DECKS[lecture])]
 
 
@@ -181,8 +182,8 @@ def test_paper_has_one_slide_with_notes_on_each_sheet(site: Path, tab: Tab, lect
     from pypdf import PdfReader
 
     tab.open(f"{site.as_uri()}/teach/{lecture}.html{hash_}")
-    data = tab.send("Page.printToPDF", preferCSSPageSize=True, paperWidth=210 / 25.4, paperHeight=297 / 25.4)["data"]
-    first, *sheets = [squeezed(page.extract_text()) for page in PdfReader(io.BytesIO(base64.b64decode(data))).pages]
+    paper = tab.page.pdf(prefer_css_page_size=True, format="A4")
+    first, *sheets = [squeezed(page.extract_text()) for page in PdfReader(io.BytesIO(paper)).pages]
     assert squeezed("Slides for the") in first
     for slide, sheet in zip(DECKS[lecture], sheets, strict=True):
         assert sheet.startswith(squeezed(slide.title)), slide.title
