@@ -47,19 +47,15 @@ def add_requirements(record: dict[str, Any], report: dict[str, Any]) -> dict[str
     machine = [f"{number} x {name}" for name, number in sorted(devices.items())]
     machine += [f"{name} {version}" for name, version in hardware["versions"].items()]
     by_test = results.joined({name: {BACKEND: word} for tests in outcomes.values() for name, word in tests.items()})
-    rows = {}
-    for name, row in record["rows"].items():
-        others = {part: results.without(BACKEND, row[part]) for part in ("results", "kinds")}
-        kind = {BACKEND: kind_of_proof(outcomes[name])} if words.get(name) == "proven" else {}
-        rows[name] = {
-            "results": others["results"] | {BACKEND: words.get(name, "unproven")},
-            "kinds": others["kinds"] | kind,
-            "tests": {
-                test: results.without(BACKEND, known) | by_test.get(test, {}) for test, known in row["tests"].items()
-            },
+    rows = {
+        name: {
+            "results": {BACKEND: words.get(name, "unproven")},
+            "kinds": {BACKEND: kind_of_proof(outcomes[name])} if words.get(name) == "proven" else {},
+            "tests": {test: by_test.get(test, {}) for test in row["tests"]},
         }
-    run = {"date": report["date"][:10], "machine": ", ".join(machine)}
-    return {"runs": record["runs"] | {BACKEND: run}, "rows": rows}
+        for name, row in record["rows"].items()
+    }
+    return results.merged(record, {BACKEND: {"date": report["date"][:10], "machine": ", ".join(machine)}}, rows)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import re
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from docs_build.reading.order import ROOT
@@ -89,16 +88,25 @@ def num_proven(backend: str) -> int:
     return sum(row["results"].get(backend) == "proven" for row in recorded()["rows"].values())
 
 
-def _as_record(path: Path) -> dict[str, Any]:
-    results = json.loads(path.read_text())
-    when = datetime.fromtimestamp(path.stat().st_mtime, UTC).strftime("%Y-%m-%d")
-    run = {"date": when, "machine": machine()}
-    backends = {b for row in results.values() for outcomes in row["tests"].values() for b in outcomes}
-    rows = {
-        name: {"results": row["results"], "kinds": row["kinds"], "tests": joined(row["tests"])}
-        for name, row in results.items()
-    }
-    return {"runs": dict.fromkeys(sorted(backends), run), "rows": rows}
+def merged(earlier: dict[str, Any], runs: dict[str, Any], rows: dict[str, Any]) -> dict[str, Any]:
+    """The record with new results of the backends in ``runs``. The results of other backends stay.
+
+    Args:
+        earlier: the record.
+        runs: date and machine of each new run, by backend.
+        rows: results, kinds of evidence, and outcomes of the tests of each requirement.
+    """
+
+    def with_others(new: dict[str, str], known: dict[str, str]) -> dict[str, str]:
+        return new | {backend: word for backend, word in known.items() if backend not in runs}
+
+    found = {}
+    for name, row in rows.items():
+        known = earlier["rows"].get(name, {"results": {}, "kinds": {}, "tests": {}})
+        found[name] = {part: with_others(row[part], known[part]) for part in ("results", "kinds")}
+        tests = joined(row["tests"]).items()
+        found[name]["tests"] = {test: with_others(new, known["tests"].get(test, {})) for test, new in tests}
+    return {"runs": earlier["runs"] | runs, "rows": found}
 
 
 def joined(tests: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
@@ -111,11 +119,6 @@ def joined(tests: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
     return joined
 
 
-def without(backend: str, outcomes: dict[str, str]) -> dict[str, str]:
-    """The outcomes of all other backends."""
-    return {other: outcome for other, outcome in outcomes.items() if other != backend}
-
-
 def css_class(outcome: str) -> str:
     """The suffix of a badge's class: ``passed``, ``not-run``, or ``part`` for a test that has ``passed (text)``."""
     return "part" if " (" in outcome else outcome.replace(" ", "-")
@@ -123,28 +126,15 @@ def css_class(outcome: str) -> str:
 
 def write_record() -> None:
     """Writes the record from the last test run on this machine; results of other backends stay."""
-    new = _as_record(FRESH)
-    if RECORD.exists():
-        _keep_other_backends(new, json.loads(RECORD.read_text()))
-    save_record(new)
-
-
-def _keep_other_backends(new: dict[str, Any], earlier: dict[str, Any]) -> None:
-    """Adds the results of backends that the new record has no run of."""
-    others = earlier["runs"].keys() - new["runs"].keys()
-    new["runs"] = earlier["runs"] | new["runs"]
-    for name, row in new["rows"].items():
-        known = earlier["rows"].get(name, {"results": {}, "kinds": {}, "tests": {}})
-        for part in ("results", "kinds"):
-            row[part] |= {backend: word for backend, word in known[part].items() if backend in others}
-        for test, outcomes in row["tests"].items():
-            of_test = known["tests"].get(test, {})
-            outcomes |= {backend: outcome for backend, outcome in of_test.items() if backend in others}
+    rows = json.loads(FRESH.read_text())
+    when = datetime.fromtimestamp(FRESH.stat().st_mtime, UTC).strftime("%Y-%m-%d")
+    backends = {b for row in rows.values() for outcomes in row["tests"].values() for b in outcomes}
+    runs = {backend: {"date": when, "machine": machine()} for backend in sorted(backends)}
+    save_record(merged(json.loads(RECORD.read_text()), runs, rows))
 
 
 def save_record(record: dict[str, Any]) -> None:
     """Writes the record, with a requirement on each line, so that differences between two records are readable."""
-    RECORD.parent.mkdir(parents=True, exist_ok=True)
     rows = ",\n".join(f"{json.dumps(name)}: {json.dumps(row)}" for name, row in record["rows"].items())
     RECORD.write_text(f'{{"runs": {json.dumps(record["runs"])},\n"rows": {{\n{rows}\n}}}}\n')
 
