@@ -7,13 +7,13 @@ each problem::
 
     Given: { num_parameters = 7_000_000_000, num_ranks = 8, state = 8 }
 
-    A model has {num_parameters:billion} parameters. How many bytes ...
+    A model has {num_parameters|billion} parameters. How many bytes ...
 
     Hint: A hint, which is optional.
 
     Answer:
 
-    Each rank stores **{stored:GB}**.
+    Each rank stores **{cost.stored|GB}**.
 
 The module has a function with the name of the entry. Its argument has the *givens*, which the statement, the hint and
 the calculation all use, so they cannot disagree. It returns the figures of the answer. The answer can use the givens as

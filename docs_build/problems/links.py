@@ -9,13 +9,12 @@ from docs_build.problems.writing import Givens, Values
 from docs_build.reading.text import table
 from minifsdp_tools.cost import Job, cost_of, sent_by_link
 from minifsdp_tools.formulas import ring_all_reduce_sends, ring_sends, size_of
+from minifsdp_tools.links import Sent
 
 
 def ring(g: Givens) -> Values:
     """An all-gather and an all-reduce of one unit."""
-    sent = ring_sends(g.size, g.num_ranks)
-    others = {"steps": g.num_ranks - 1, "shard": g.size / g.num_ranks}
-    return {**others, "sent": sent, "share": sent / g.size, "all_reduce": ring_all_reduce_sends(g.size, g.num_ranks)}
+    return {"sent": ring_sends(g.size, g.num_ranks), "all_reduce": ring_all_reduce_sends(g.size, g.num_ranks)}
 
 
 def against_ddp(g: Givens) -> Values:
@@ -23,71 +22,54 @@ def against_ddp(g: Givens) -> Values:
     job = Job(units=[[(g.num_parameters,)]], num_shards=g.num_ranks)
     jobs = [job, replace(job, strategy="SHARD_GRAD_OP"), replace(job, strategy="NO_SHARD", num_replicas=g.num_ranks)]
     full, kept, ddp = (sum(cost_of(one).sent.values()) for one in jobs)
-    return {"full": full, "kept": kept, "ddp": ddp, "ratio": full / ddp, "model": sum(job.sizes)}
+    return {"job": job, "full": full, "kept": kept, "ddp": ddp}
 
 
 def accumulation(g: Givens) -> Values:
     """Bytes of reduce-scatters with and without ``no_sync``."""
     job = job_of(g.model, num_shards=g.num_ranks, micro_batches=g.micro_batches, **MIXED)
-    reduced, unreduced = cost_of(job).sent, cost_of(replace(job, no_sync=True)).sent
-    return {
-        "gathered": reduced["AG"],
-        "gathered_without": unreduced["AG"],
-        "reduced": reduced["RS"],
-        "without": unreduced["RS"],
-        "saved": 1 - sum(unreduced.values()) / sum(reduced.values()),
-    }
+    return {"reduced": cost_of(job).sent, "unreduced": cost_of(replace(job, no_sync=True)).sent}
 
 
 def leaving_the_machine(g: Givens) -> Values:
     """Bytes that leave a machine, with one copy of the model or one on each machine."""
     full = job_of(g.model, num_shards=g.num_machines * g.per_machine, **MIXED)
     hybrid = replace(full, strategy="HYBRID_SHARD", num_shards=g.per_machine, num_replicas=g.num_machines)
-    links = {"full": sent_by_link(full, g.per_machine), "hybrid": sent_by_link(hybrid, g.per_machine)}
-    sums = {
-        f"{name}_{where}": sum(getattr(sent, where) for sent in of_kind.values())
-        for name, of_kind in links.items()
-        for where in ("within", "between")
-    }
-    narrow = (replace(job, reduce=torch.bfloat16) for job in (full, hybrid))
-    first, second = (sum(one.between for one in sent_by_link(job, g.per_machine).values()) for job in narrow)
-    ratio = sums["full_between"] / sums["hybrid_between"]
-    return {**sums, "num_ranks": full.num_shards, "ratio": ratio, "narrow_ratio": first / second}
+    jobs = {"full": full, "hybrid": hybrid}
+    jobs |= {f"narrow_{name}": replace(job, reduce=torch.bfloat16) for name, job in jobs.items()}
+    return {name: _sent(job, g.per_machine) for name, job in jobs.items()}
+
+
+def _sent(job: Job, per_machine: int) -> Sent:
+    """The sum over all kinds of collectives."""
+    links = sent_by_link(job, per_machine).values()
+    return Sent(sum(sent.within for sent in links), sum(sent.between for sent in links))
 
 
 def smaller_mesh(g: Givens) -> Values:
     """``reshard_after_forward`` with the number of ranks of a machine."""
     job = job_of(g.model, num_shards=g.num_machines * g.per_machine, per_parameter=True, root_frees=False, **MIXED)
     smaller = replace(job, reshards_to=g.per_machine)
-    between = [sent_by_link(one, g.per_machine)["AG"].between for one in (job, smaller)]
-    return {"full": between[0], "smaller": between[1], "kept": smaller.to_smaller_mesh, "num_ranks": job.num_shards}
+    full, less = (sent_by_link(one, g.per_machine)["AG"].between for one in (job, smaller))
+    return {"full": full, "smaller": less, "kept": smaller.to_smaller_mesh}
 
 
 def number_of_collectives(g: Givens) -> Values:
     """The collectives of a step, with a unit for each block and for several blocks."""
-    jobs = {blocks: job_of(g.model, blocks, num_shards=g.num_ranks) for blocks in (1, g.grouped)}
-    costs = {blocks: cost_of(job) for blocks, job in jobs.items()}
     rows = []
-    for blocks, cost in costs.items():
-        numbers = cost.num_collectives
-        sent = size_of(sum(cost.sent.values()))
-        rows.append([blocks, len(jobs[blocks].units), numbers["AG"], numbers["RS"], sent])
+    for blocks in (1, g.grouped):
+        job = job_of(g.model, blocks, num_shards=g.num_ranks)
+        cost = cost_of(job)
+        numbers = [cost.num_collectives[kind] for kind in ("AG", "RS")]
+        rows.append([blocks, len(job.units), *numbers, size_of(sum(cost.sent.values()))])
     return {"table": table(["blocks in a unit", "units", "all-gathers", "reduce-scatters", "sent"], rows, "r")}
 
 
 def width_of_a_reduction(g: Givens) -> Values:
     """The traffic with two choices of ``reduce_dtype``."""
     wide = job_of(g.model, num_shards=g.num_ranks, **MIXED)
-    narrow = replace(wide, reduce=torch.bfloat16)
-    first, second = cost_of(wide).sent, cost_of(narrow).sent
-    return {
-        "gathered": first["AG"],
-        "wide": first["RS"],
-        "narrow": second["RS"],
-        "width": wide.reduce_width,
-        "narrow_width": narrow.reduce_width,
-        "saved": 1 - sum(second.values()) / sum(first.values()),
-    }
+    jobs = {"wide": wide, "narrow": replace(wide, reduce=torch.bfloat16)}
+    return {**jobs, **{f"sent_{name}": cost_of(job).sent for name, job in jobs.items()}}
 
 
 def adapters(g: Givens) -> Values:
@@ -100,7 +82,4 @@ def adapters(g: Givens) -> Values:
         per_parameter=True,
         stored=torch.bfloat16,
     )
-    cost, flat = cost_of(job), cost_of(replace(job, per_parameter=False))
-    sums = {"elements": sum(job.sizes) / job.width, "trained": sum(job.gradients) / job.width}
-    return {**sums, "gathered": cost.sent["AG"], "reduced": cost.sent["RS"], "flat": flat.sent["RS"],
-            "share": sums["trained"] / sums["elements"], "times": flat.sent["RS"] / cost.sent["RS"]}  # fmt: skip
+    return {"job": job, "sent": cost_of(job).sent, "flat": cost_of(replace(job, per_parameter=False)).sent}

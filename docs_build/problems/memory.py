@@ -13,16 +13,13 @@ from minifsdp_tools.formulas import padded_flat, padded_per_parameter
 def replica(g: Givens) -> Values:
     """A model in float32 and Adam on each rank."""
     job = Job(units=[[(g.num_parameters,)]], strategy="NO_SHARD", num_replicas=g.num_ranks, optimizer=g.state)
-    held = cost_of(job).after_backward
-    return {"held": held, "width": job.width, "each": held / g.num_parameters}
+    return {"job": job, "held": cost_of(job).after_backward}
 
 
 def shard_of_adam(g: Givens) -> Values:
     """The same with ``FULL_SHARD``."""
     job = Job(units=[[(g.num_parameters,)]], num_shards=g.num_ranks, optimizer=g.state)
-    cost = cost_of(job)
-    parts = {"weights": job.parameter_bytes, "states": job.optimizer_bytes, "stored": cost.stored}
-    return {**parts, "gradients": cost.after_backward - cost.stored, "held": cost.after_backward}
+    return {"job": job, "cost": cost_of(job)}
 
 
 def fewest_ranks(g: Givens) -> Values:
@@ -31,105 +28,58 @@ def fewest_ranks(g: Givens) -> Values:
     def held(num_ranks: int) -> float:
         return cost_of(Job(units=[[(g.num_parameters,)]], num_shards=num_ranks, optimizer=g.state)).after_backward
 
-    fewest = next(num for num in itertools.count(1) if held(num) <= g.memory)
-    return {"total": held(1), "fewest": fewest, "held": held(fewest), "fewer": fewest - 1, "more": held(fewest - 1)}
+    return {"held": held, "fewest": next(num for num in itertools.count(1) if held(num) <= g.memory)}
 
 
 def padded_shard(g: Givens) -> Values:
     """Padding in both layouts."""
     shapes = [g.weight, g.bias]
-    numel = sum(map(prod, shapes))
-    flat, each = padded_flat(shapes, g.num_ranks), padded_per_parameter(shapes, g.num_ranks)
     rows = [padded_per_parameter([shape], g.num_ranks) // prod(shape[1:]) for shape in shapes]
-    return {
-        "numel": numel,
-        "flat": flat,
-        "of_flat": flat // g.num_ranks,
-        "added_flat": flat - numel,
-        "each": each,
-        "of_each": each // g.num_ranks,
-        "added_each": each - numel,
-        "weight_rows": rows[0],
-        "bias_rows": rows[1],
-    }
+    padded = {"flat": padded_flat(shapes, g.num_ranks), "each": padded_per_parameter(shapes, g.num_ranks)}
+    return {"numel": sum(map(prod, shapes)), "rows": rows, **padded}
 
 
 def unsharded_in_forward(g: Givens) -> Values:
     """The unsharded parameters in forward, with a unit for each block."""
     job = job_of(g.model, num_shards=g.num_ranks, **MIXED)
-    cost = cost_of(job)
-    sizes = {"root": job.sizes[0], "block": max(job.sizes[1:]), "num_blocks": len(job.units)}
-    return {**sizes, "peak": cost.peak_forward - cost.stored, "whole": sum(job.sizes), "stored": cost.stored}
+    return {"job": job, "cost": cost_of(job)}
 
 
 def one_unit(g: Givens) -> Values:
     """The same with one unit for the whole model."""
     blocks = job_of(g.model, num_shards=g.num_ranks, **MIXED)
     every = [shape for shapes in [blocks.root, *blocks.units] for shape in shapes]
-    whole = replace(blocks, units=[], root=every)
-    costs = {"blocks": cost_of(blocks), "one": cost_of(whole)}
-    peaks = {name: cost.peak_forward - cost.stored for name, cost in costs.items()}
-    return {**peaks, "ratio": peaks["one"] / peaks["blocks"]}
+    costs = {"blocks": cost_of(blocks), "one": cost_of(replace(blocks, units=[], root=every))}
+    return {name: cost.peak_forward - cost.stored for name, cost in costs.items()}
 
 
 def kept_for_backward(g: Givens) -> Values:
     """Forward with ``SHARD_GRAD_OP``."""
-    jobs = {
-        name: job_of(g.model, num_shards=g.num_ranks, strategy=name, **MIXED)
-        for name in ("FULL_SHARD", "SHARD_GRAD_OP")
-    }
-    full, kept = (cost_of(job) for job in jobs.values())
-    return {
-        "num_parameters": num_parameters(jobs["FULL_SHARD"]),
-        "width": jobs["FULL_SHARD"].width,
-        "stored": full.stored,
-        "same": "the same" if full.stored == kept.stored else "a different",
-        "full": full.peak_forward,
-        "kept": kept.peak_forward,
-        "more": kept.peak_forward - full.peak_forward,
-    }
+    job = job_of(g.model, num_shards=g.num_ranks, **MIXED)
+    kept = cost_of(replace(job, strategy="SHARD_GRAD_OP"))
+    return {"job": job, "num_parameters": num_parameters(job), "full": cost_of(job), "kept": kept}
 
 
 def narrow_compute(g: Givens) -> Values:
     """The effect of ``param_dtype=torch.bfloat16`` on memory."""
-    wide, narrow = job_of(g.model, num_shards=g.num_ranks), job_of(g.model, num_shards=g.num_ranks, **MIXED)
-    first, second = cost_of(wide), cost_of(narrow)
-    return {
-        "stored": first.stored,
-        "stored_narrow": second.stored,
-        "wide": wide.width,
-        "narrow": narrow.width,
-        "block": max(wide.sizes[1:]),
-        "block_narrow": max(narrow.sizes[1:]),
-        "forward": first.peak_forward - first.stored,
-        "forward_narrow": second.peak_forward - second.stored,
-    }
+    jobs = {"wide": job_of(g.model, num_shards=g.num_ranks), "narrow": job_of(g.model, num_shards=g.num_ranks, **MIXED)}
+    return {**jobs, "before": cost_of(jobs["wide"]), "after": cost_of(jobs["narrow"])}
 
 
 def unreduced_gradients(g: Givens) -> Values:
     """Accumulation with and without ``no_sync``."""
     job = job_of(g.model, num_shards=g.num_ranks, micro_batches=g.micro_batches, **MIXED)
-    reduced, unreduced = cost_of(job), cost_of(replace(job, no_sync=True))
-    return {
-        "gradients": sum(job.gradients),
-        "shard": job.settled(sum(job.gradients)),
-        "width": job.width,
-        "with_sync": reduced.peak_backward,
-        "without": unreduced.peak_backward,
-        "more": unreduced.peak_backward - reduced.peak_backward,
-    }
+    return {"job": job, "reduced": cost_of(job), "unreduced": cost_of(replace(job, no_sync=True))}
 
 
 def offloaded(g: Givens) -> Values:
     """Shards on the host."""
     job = job_of(g.model, num_shards=g.num_ranks, **MIXED)
-    there, away = cost_of(job), cost_of(replace(job, offload=True))
-    return {"stored": there.stored, "left": away.stored, "host": away.host, "of_machine": away.host * g.num_ranks,
-            "peak": there.peak, "peak_offloaded": away.peak, "num_parameters": num_parameters(job)}  # fmt: skip
+    return {"num_parameters": num_parameters(job), "card": cost_of(job), "host": cost_of(replace(job, offload=True))}
 
 
 def checkpointed(g: Givens) -> Values:
     """Activations with and without checkpointing."""
     job = job_of(g.model, num_shards=g.num_ranks, **MIXED)
     kept, again = (activation_bytes(job, g.num_tokens, checkpointing=checkpointing) for checkpointing in (False, True))
-    return {"kept": kept, "again": again, "ratio": kept / again, "width": job.width, "num_blocks": len(job.units)}
+    return {"job": job, "kept": kept, "again": again}

@@ -5,9 +5,10 @@ The calculator computes lower bounds. The simulator computes the time of a step 
 
 import math
 from dataclasses import replace
+from typing import Any
 
 from docs_build.problems.models import MIXED, job_of, num_parameters, simulated
-from docs_build.problems.writing import Givens, Values, written
+from docs_build.problems.writing import Givens, Values, shown
 from docs_build.reading.text import table
 from minifsdp_tools.cost import Cluster, Job, cost_of, operations, sent_by_link, step_time
 from minifsdp_tools.simulate.setup import Setup
@@ -17,20 +18,17 @@ from minifsdp_tools.simulate.shapes import Shape
 def compute_alone(g: Givens) -> Values:
     """The time of the matrix products."""
     job = job_of(g.model, **MIXED)
-    work = operations(job, g.num_tokens)
-    parameters = num_parameters(job)
-    return {"work": work, "seconds": work / g.rate, "each": work / g.num_tokens / parameters, "of": parameters}
+    return {"work": operations(job, g.num_tokens), "parameters": num_parameters(job)}
 
 
 def compute_or_network(g: Givens) -> Values:
     """The bounds of a step, and the resource that decides."""
     job = job_of(g.model, num_shards=g.num_machines * g.per_machine, **MIXED)
-    time = step_time(job, operations(job, g.num_tokens), Cluster(g.per_machine, g.rate, g.within, g.between))
-    links = _seconds_of_links(job, Cluster(g.per_machine, g.rate, g.within, g.between))
+    cluster = Cluster(g.per_machine, g.rate, g.within, g.between)
+    time = step_time(job, operations(job, g.num_tokens), cluster)
+    links = _seconds_of_links(job, cluster)
     slowest = max({"computation": time.compute, **links}.items(), key=lambda one: one[1])[0]
-    return {"compute": time.compute, "overlapped": time.overlapped, "apart": time.apart, "slowest": slowest,
-            "within_seconds": links["the links within a machine"],
-            "between_seconds": links["the links between machines"]}  # fmt: skip
+    return {"time": time, "slowest": slowest, "links": links}
 
 
 def tokens_to_hide(g: Givens) -> Values:
@@ -46,7 +44,7 @@ def recomputation(g: Givens) -> Values:
     """The additional operations of activation checkpointing."""
     job = job_of(g.model, **MIXED)
     kept, again = (operations(job, g.num_tokens, checkpointing=checkpointing) for checkpointing in (False, True))
-    return {"kept": kept / g.rate, "again": again / g.rate, "more": again / kept - 1}
+    return {"kept": kept, "again": again}
 
 
 def accumulated(g: Givens) -> Values:
@@ -62,8 +60,8 @@ def accumulated(g: Givens) -> Values:
     rows = []
     for name, job in jobs.items():
         time, peak = step_time(job, operations(job, g.num_tokens), cluster), cost_of(job).peak
-        rows.append([name, *(written("{x:s}", {"x": x}) for x in (time.compute, time.overlapped, time.apart)),
-                     written("{x:GB}", {"x": peak})])  # fmt: skip
+        seconds = [shown(value, "s") for value in (time.compute, time.overlapped, time.apart)]
+        rows.append([name, *seconds, shown(peak, "GB")])
     return {"table": table(["", "compute", "all overlaps", "nothing overlaps", "peak"], rows, "lr")}
 
 
@@ -73,30 +71,26 @@ def rate_of_the_network(g: Givens) -> Values:
     rows = []
     for rate in g.rates:
         run = simulated(setup, g.card, rate)
-        share = run.exposed_seconds / run.seconds
-        figures = {"rate": rate, "step": run.seconds, "waits": run.exposed_seconds, "share": share}
-        rows.append([written(cell, figures) for cell in ("{rate:GB/s}", "{step:ms}", "{waits:ms}", "{share:%}")])
+        times = [shown(run.seconds, "ms"), shown(run.exposed_seconds, "ms")]
+        rows.append([shown(rate, "GB_per_s"), *times, shown(run.exposed_seconds / run.seconds, "percent")])
     compute = simulated(setup, g.card, max(g.rates)).compute_seconds
     return {"table": table(["network of a machine", "step", "waits", "share"], rows, "r"), "compute": compute}
 
 
 def without_prefetch(g: Givens) -> Values:
     """The same step with and without prefetching in backward."""
-    setup = _small(g)
-    first = simulated(setup, g.card, g.rate)
-    second = simulated(replace(setup, backward_prefetch=None), g.card, g.rate)
-    return {"before": first.seconds, "without": second.seconds, "more": second.seconds / first.seconds - 1,
-            "memory": first.peak_held, "memory_without": second.peak_held}  # fmt: skip
+    return _compared(g, backward_prefetch=None)
 
 
 def without_limiter(g: Givens) -> Values:
     """The memory of a step without the rate limiter."""
-    setup = _small(g)
-    first = simulated(setup, g.card, g.rate)
-    second = simulated(replace(setup, limit_all_gathers=False), g.card, g.rate)
-    return {"held": first.peak_held, "without": second.peak_held, "more": second.peak_held - first.peak_held,
-            "seconds": first.seconds, "seconds_without": second.seconds,
-            "allocated": second.peak_allocated}  # fmt: skip
+    return _compared(g, limit_all_gathers=False)
+
+
+def _compared(g: Givens, **changes: Any) -> Values:
+    """A simulated step before and after a change of its settings."""
+    setups = {"before": _small(g), "without": replace(_small(g), **changes)}
+    return {name: simulated(setup, g.card, g.rate) for name, setup in setups.items()}
 
 
 def _small(g: Givens) -> Setup:
