@@ -25,6 +25,5 @@ module does not import modules of a higher layer:
 ``drawing``      timelines, and the drawings of the learning pages
 ``pages``        pages and parts of pages
 
-``generator`` is the interface to the site generator, ``templates`` loads the templates (``*.jinja``) of pictures and
-pages, and ``hook`` has the hooks that mkdocs calls.
+``templates`` loads the templates (``*.jinja``) of pictures and pages, and ``hook`` has the hooks that mkdocs calls.
 """

@@ -25,7 +25,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
-from docs_build.generator import Files, contents, generated, relative
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.toc import get_toc
+from mkdocs.utils import get_relative_url as relative
+
 from docs_build.pages import (
     counterfactual,
     descriptions,
@@ -75,12 +78,12 @@ def on_files(files: Files, config: Any) -> Files:
     for name, title in titles.items():
         kind = "lesson" if name.startswith("tutorials/") else "module"
         head = f"---\ntitle: {json.dumps(title)}\nhide: [navigation, toc]\nminifsdp_{kind}: {name}\n---\n# {title}\n"
-        files.append(generated(config, _source_uri(name), content=head))
+        files.append(File.generated(config, _source_uri(name), content=head))
     for name, text in player.scripts().items():
-        files.append(generated(config, f"assets/runs/{name}", content=text))
-    files.append(generated(config, paste.KNOWN, content=paste.script()))
-    files.append(generated(config, counterfactual.DATA, content=counterfactual.script()))
-    files.append(generated(config, placement.DATA, content=placement.script()))
+        files.append(File.generated(config, f"assets/runs/{name}", content=text))
+    files.append(File.generated(config, paste.KNOWN, content=paste.script()))
+    files.append(File.generated(config, counterfactual.DATA, content=counterfactual.script()))
+    files.append(File.generated(config, placement.DATA, content=placement.script()))
     return files
 
 
@@ -133,7 +136,7 @@ def on_page_content(html: str, page: Any, config: Any, **_: Any) -> str:
     for kind, make in makers.items():
         if kind in page.meta:
             html = make(page.meta[kind])
-            page.toc = contents(modulepage.toc_of(read_module(page.meta[kind])))
+            page.toc = get_toc(modulepage.toc_of(read_module(page.meta[kind])))
     if "slides" in page.meta:
         html = slides.sections(html, relative("assets", start))
     html = put_back(glossary.first_places(html))

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from markupsafe import Markup
+from mkdocs.utils import get_relative_url as relative
 
-from docs_build.generator import relative
 from docs_build.reading import mentions
 from docs_build.reading.breaks import Break, breaks_of
 from docs_build.reading.order import ROOT

@@ -4,8 +4,9 @@ import re
 from collections.abc import Callable
 from functools import partial
 
+from mkdocs.utils import get_relative_url as relative
+
 from docs_build.drawing import pictures, shardmaps, sketches
-from docs_build.generator import relative
 from docs_build.pages import (
     badges,
     counterfactual,

@@ -9,11 +9,13 @@ The text about a script is on its page, ``docs/lab/NAME.md``, which starts with 
 
 from functools import cache
 from pathlib import Path
-from textwrap import indent, wrap
+from textwrap import indent
 from typing import NamedTuple
 
-from docs_build.generator import front_matter
+from mkdocs.utils.meta import get_data
+
 from docs_build.reading.order import ROOT
+from docs_build.reading.text import fitting
 from docs_build.reading.text import table as markdown
 from docs_build.recording.failures import LAB, recorded
 
@@ -49,7 +51,7 @@ def failures() -> list[Failure]:
 
 
 def _read(page: Path) -> Failure:
-    text, head = front_matter(page.read_text(encoding="utf-8"))
+    text, head = get_data(page.read_text(encoding="utf-8"))
     title = text.strip().splitlines()[0].removeprefix("# ")
     return Failure(page.stem, title, head["symptom"], head["family"], tuple(head["rows"].split()))
 
@@ -70,7 +72,7 @@ def what_happens(name: str) -> str:
         KeyError: the script was never recorded.
     """
     run = recorded()[name]
-    said = [indent(_fence("text", _folded(words)), "    ") for words in run["broken"]]
+    said = [indent(_fence("text", fitting(words)), "    ") for words in run["broken"]]
     parts = [
         _fence("python", _script(name).partition(FIX)[0]),
         "Guess the output before you unfold it. To run the script:",
@@ -98,9 +100,3 @@ def _command(name: str) -> str:
 
 def _fence(language: str, text: str) -> str:
     return f"```{language}\n{text.rstrip()}\n```"
-
-
-def _folded(words: str) -> str:
-    """Wraps lines that are wider than a page."""
-    lines = [wrap(line, 100, subsequent_indent="    ", break_on_hyphens=False) for line in words.splitlines()]
-    return "\n".join(part for parts in lines for part in parts)

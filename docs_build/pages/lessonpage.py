@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from markupsafe import Markup
+from mkdocs.utils import get_relative_url as relative
 
 from docs_build.drawing import linkbytes, pictures
-from docs_build.generator import relative
 from docs_build.pages.modulepage import page_of, side_by_side, way_through
 from docs_build.reading.source import read_module
 from docs_build.recording.lessons import LESSONS, recorded

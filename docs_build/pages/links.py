@@ -34,26 +34,17 @@ class Scan(HTMLParser):
             self.loads.append(of["href"])
 
 
-def external(site: Path) -> Iterator[str]:
-    """Addresses that a browser would fetch from other hosts."""
-    for path in sorted(site.rglob("*.html")):
-        for address in Scan(path).loads:
-            if urlsplit(address).scheme in ("http", "https") or address.startswith("//"):
-                yield f"{path.relative_to(site)} loads {address}"
-
-
 def problems(site: Path) -> Iterator[str]:
     """Links to missing files or anchors, and loads from other hosts."""
-    scans = {path.resolve(): Scan(path) for path in sorted(site.rglob("*.html"))}
-    yield from external(site)
+    scans = {path: Scan(path) for path in sorted(site.resolve().rglob("*.html"))}
     for path, one in scans.items():
+        page = path.relative_to(site.resolve())
+        yield from (f"{page} loads {address}" for address in one.loads if urlsplit(address).netloc)
         # The page for missing addresses is shown at any address, so its links cannot be relative.
-        if path.name == "404.html":
-            continue
-        for address in one.links + one.loads:
+        for address in one.links + one.loads if path.name != "404.html" else []:
             problem = _follow(path, address, scans)
             if problem:
-                yield f"{path.relative_to(site.resolve())} links to {address}: {problem}"
+                yield f"{page} links to {address}: {problem}"
 
 
 def _follow(path: Path, address: str, scans: dict[Path, Scan]) -> str | None:

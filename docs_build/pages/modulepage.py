@@ -6,8 +6,8 @@ from itertools import groupby
 from typing import Any
 
 from markupsafe import Markup
+from mkdocs.utils import get_relative_url as relative
 
-from docs_build.generator import relative
 from docs_build.pages import asides
 from docs_build.reading.markup import highlight_lines
 from docs_build.reading.order import path_of, reading_order

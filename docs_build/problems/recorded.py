@@ -13,12 +13,12 @@ import sys
 import tempfile
 from functools import cache
 from pathlib import Path
-from textwrap import fill
 from typing import Any
 
 import torch.distributed as dist
 
 from docs_build.reading.order import ROOT
+from docs_build.reading.text import fitting
 from docs_build.recording import records
 
 STARTER = Path(__file__).parent / "start.py"
@@ -57,7 +57,7 @@ def output(name: str) -> str:
     """The recorded output of each rank in Markdown."""
     run = record()[name]
     lines = [f"[rank {rank}] {line}" for rank, text in enumerate(run["output"]) for line in text.splitlines()]
-    said = "\n".join(fill(line, 100, subsequent_indent="    ", break_on_hyphens=False) for line in lines)
+    said = fitting("\n".join(lines))
     return f"```text\n{said}\n```\n\n<small>Recorded {run['date']}; {run['machine']}</small>"
 
 

@@ -1,6 +1,7 @@
 """Small pieces of text that many pages have."""
 
 from collections.abc import Iterable
+from textwrap import fill
 
 
 def table(heads: Iterable[str], rows: Iterable[Iterable[object]], align: str = "l") -> str:
@@ -19,3 +20,8 @@ def words_of(test: str) -> tuple[str, str]:
     """The file of a test, and its name as words, without its variant."""
     file, _, name = test.partition("::")
     return file, name.partition("[")[0].removeprefix("test_").replace("_", " ")
+
+
+def fitting(text: str) -> str:
+    """A text whose lines are at most as wide as a page."""
+    return "\n".join(fill(line, 100, subsequent_indent="    ", break_on_hyphens=False) for line in text.splitlines())
