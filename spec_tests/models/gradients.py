@@ -9,8 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, loss_of
-from spec_tests.models.values import assert_same, full_gradients
+from spec_tests.models.values import assert_same, full_gradients, full_values, named
 
 Loss = Callable[[Any, Tensor], Tensor]
 
@@ -50,6 +51,28 @@ def step_with(gradients: dict[str, Tensor], plain: nn.Module, optimizer: torch.o
         parameter.grad = gradients.get(name)
     optimizer.step()
     optimizer.zero_grad()
+
+
+def assert_trains_like(
+    model: nn.Module,
+    plain: nn.Module | None = None,
+    steps: Iterable[int] = (0,),
+    *,
+    loss: Loss = usual_loss,
+    **tolerance: bool,
+) -> None:
+    """Trains both models with SGD on the batches of all ranks, and checks that their values are the same afterwards.
+
+    Without ``plain``, the sharded model is a `Stack`. It may be sharded with either API. All ranks must call it.
+    """
+    plain = seeded() if plain is None else plain
+    for step in steps:
+        loss(model, batch(step)).backward()
+        gradients = mean_gradients_of(loss, plain, step)
+        step_with(gradients, plain, torch.optim.SGD(plain.parameters(), lr=1.0))
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+        model.zero_grad()
+    assert_same(full_values(model), named(plain), **tolerance)
 
 
 def assert_learns_alike(plain: nn.Module, model: nn.Module, loss: Callable[[Any], Tensor]) -> None:
