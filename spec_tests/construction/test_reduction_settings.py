@@ -131,10 +131,8 @@ def test_a_factor_replaces_the_division_by_the_number_of_ranks(sums_only: bool, 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=str)
 @ranks(2)
 def test_a_factor_replaces_the_number_of_ranks_on_a_mesh_of_any_shape(sizes: tuple[int, ...]) -> None:
-    model, expected = (
-        fully_shard(seeded(), mesh=init_device_mesh(device().type, sizes)),
-        values.mean_gradients(seeded()),
-    )
+    mesh, expected = init_device_mesh(device().type, sizes), values.mean_gradients(seeded())
+    model = fully_shard(seeded(), mesh=mesh)
     model.set_gradient_divide_factor(8.0)
     iterate(model)
     # The sum of two ranks divided by 8, instead of by 2.

@@ -1,7 +1,8 @@
-"""Units inside units, and changes of a wrapped module that bypass its wrapper."""
+"""The root, units inside units, and changes of a wrapped module that bypass its wrapper."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import re
 from collections.abc import Callable
@@ -9,18 +10,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.testing import assert_close
 
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, ranks
+from spec_tests.models.gradients import assert_trains_like
 from spec_tests.models.kinds import every_kind, shard
-from spec_tests.models.modules import WIDTH, seeded
-from spec_tests.models.running import batch, iterate
-from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, NO_SHARD, wrapped
-from spec_tests.models.values import assert_same, full_values, mean_gradients, named
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import batch
+from spec_tests.models.sharding import wrapped
 from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, trace
 
 FSDP = FullyShardedDataParallel
+FLAT_STRATEGIES = [*ShardingStrategy][:3]
+flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+
+# --- the root ---
 
 
 @pytest.mark.spec("CTOR-10")
@@ -29,10 +35,9 @@ FSDP = FullyShardedDataParallel
 def test_the_outermost_instance_is_the_root_and_the_others_are_not(has_run: bool) -> None:
     model = wrapped()
     if has_run:
-        iterate(model)
-    assert FSDP.fsdp_modules(model, root_only=True) == [model]
+        model(batch()).sum().backward()
     inner = model.blocks[1]
-    assert inner in FSDP.fsdp_modules(model)
+    assert FSDP.fsdp_modules(model, root_only=True) == [model]
     # These methods can only be called on the root.
     for call in (inner.no_sync().__enter__, lambda: inner.clip_grad_norm_(1.0)):
         with refused(RuntimeError, "root"):
@@ -40,40 +45,71 @@ def test_the_outermost_instance_is_the_root_and_the_others_are_not(has_run: bool
     with refused(AssertionError, "root"):
         inner.register_comm_hook(None, print)
     with model.no_sync():
-        iterate(model)
-    model.zero_grad()
-    iterate(model)
+        model(batch()).sum().backward()
+    model(batch()).sum().backward()
     assert float(model.clip_grad_norm_(1.0)) > 0.0
 
 
 @pytest.mark.spec("CTOR-10")
 @ranks(2)
 def test_unit_names_start_at_root_that_ran_forward() -> None:
-    outer = nn.Sequential(wrapped(), nn.Linear(2, 2).to(device()))
-    root = FSDP(outer)
+    root = FSDP(nn.Sequential(wrapped(), nn.Linear(2, 2).to(device())))
     with trace.record() as recorder:
-        iterate(root)
+        root(batch()).sum().backward()
     assert recorder.order("F") == ["F", "F 0", *(f"F 0.blocks.{index}" for index in range(4))]
     # Only the root stays unsharded between its forward and its backward.
-    assert recorder.order("AG", "FREE", "B").index("B") < recorder.order("AG", "FREE", "B").index("FREE")
+    order = recorder.order("FREE", "B")
+    assert order.index("FREE 0") < order.index("B") < order.index("FREE")
     assert FSDP.fsdp_modules(root, root_only=True) == [root]
 
 
-@pytest.mark.spec("CTOR-15", "WRAP-01")
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 @ranks(2)
-def test_outer_instance_manages_the_parameters_of_no_inner_instance(strategy: ShardingStrategy) -> None:
+def test_two_trees_in_one_loss_train_both() -> None:
+    model, plain = nn.ModuleList([wrapped(), wrapped()]), nn.ModuleList([seeded(), seeded()])
+    assert_trains_like(model, plain, range(2), loss=lambda both, x: (both[0](x) * both[1](2 * x)).mean())
+
+
+RAN_ALONE: dict[str, Callable[[nn.Module], Any]] = {
+    "trained": lambda part: part(batch(3)).sum().backward(),
+    "ran forward": lambda part: part(batch(3)),
+    "was evaluated": torch.no_grad()(lambda part: part(batch(3))),
+    "broke off": lambda part: part(batch(width=17)),
+}
+
+
+@pytest.mark.spec("CTOR-11")
+@pytest.mark.parametrize("before", RAN_ALONE)
+@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+@ranks(2)
+def test_root_takes_over_submodule_that_ran_alone(strategy: ShardingStrategy, keep: bool, before: str) -> None:
+    model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
+    part = model.blocks[0]
+    fails = pytest.raises(RuntimeError, match="cannot be multiplied")
+    with fails if before == "broke off" else contextlib.nullcontext():
+        RAN_ALONE[before](part)
+    model.zero_grad()
+    with trace.record() as recorder:
+        assert_trains_like(model)
+    assert [event.kind for event in recorder.events].count("AR" if strategy is ShardingStrategy.NO_SHARD else "RS") == 5
+    if strategy is ShardingStrategy.FULL_SHARD:
+        assert recorder.order("FREE").count("FREE blocks.0") == 2, "only the root stays unsharded after forward"
+    assert part._root_state is model._root_state
+
+
+# --- units inside units ---
+
+
+@pytest.mark.spec("CTOR-15", "WRAP-01")
+@pytest.mark.parametrize("parts", [2, 1])
+@ranks(2)
+def test_outer_instance_manages_the_parameters_of_no_inner_instance(parts: int) -> None:
     layers = [nn.Linear(8, 8), nn.Linear(8, 4), nn.Linear(4, 4)]  # 72, 36 and 20 elements
-    total = sum(parameter.numel() for layer in layers for parameter in layer.parameters())
-    options = {"sharding_strategy": strategy}
+    options: Any = {"sharding_strategy": ShardingStrategy["FULL_SHARD" if parts == 2 else "NO_SHARD"]}
     inner = FSDP(layers[1].to(device()), **options)
     middle = FSDP(nn.Sequential(layers[0], inner).to(device()), **options)
     model = FSDP(nn.Sequential(middle, layers[2]).to(device()), **options)
-    parts = 2 if strategy is FULL_SHARD else 1
-    sizes = [parameter.numel() * parts for parameter in model.parameters()]
-    assert sorted(sizes) == [20, 36, 72]
-    assert sum(sizes) == total
-    assert [sum(p.numel() for p in each.parameters()) * parts for each in (inner, middle, model)] == [36, 108, 128]
+    assert sorted(parameter.numel() * parts for parameter in model.parameters()) == [20, 36, 72]
     assert FSDP.fsdp_modules(model) == [model, middle, inner]
     with trace.record() as recorder:
         model(torch.ones(2, 8, device=device())).sum().backward()
@@ -82,7 +118,7 @@ def test_outer_instance_manages_the_parameters_of_no_inner_instance(strategy: Sh
 
 
 @pytest.mark.spec("CTOR-13")
-@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@flat_or_original
 @ranks(2)
 def test_printing_shows_every_unit_as_a_layer(keep: bool) -> None:
     model = FSDP(nn.Sequential(wrapped(use_orig_params=keep), FSDP(nn.Linear(2, 2, device=device()))))
@@ -91,8 +127,7 @@ def test_printing_shows_every_unit_as_a_layer(keep: bool) -> None:
         found = re.findall(r"(?:(\d+) x )?FullyShardedDataParallel\(", repr(each))
         assert sum(int(number or 1) for number in found) == len(FSDP.fsdp_modules(each))
         assert str(each) == repr(each)
-    lines = [line.strip() for line in repr(model[0]).splitlines()]
-    assert any(line.startswith("(enter): Linear(") for line in lines), "a module that is not a unit stays a layer"
+    assert "  (enter): Linear(" in repr(model[0]), "a module that is not a unit stays a layer"
 
 
 # --- changing the wrapped module without the wrapper ---
@@ -105,7 +140,7 @@ def rename(layer: nn.Module) -> None:
 
 def replace_by_a_tensor(layer: nn.Module) -> None:
     layer._parameters.pop("weight", None)  # nn.Module does not allow a tensor to replace a parameter
-    layer.weight = torch.ones(WIDTH, WIDTH, device=device())
+    layer.weight = torch.ones(6, 6, device=device())
 
 
 CHANGES: dict[str, Callable[[nn.Module], None]] = {
@@ -121,28 +156,25 @@ MARKS_VIEWS = pytest.mark.not_simulated("it marks parameters, and the package ke
 @pytest.mark.spec("CTOR-12", "FWD-05")
 @pytest.mark.parametrize("is_in_backward", [False, True])
 @pytest.mark.parametrize("change", [*sorted(set(CHANGES) - {"rename"}), pytest.param("rename", marks=MARKS_VIEWS)])
-@pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
+@flat_or_original
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
 def test_deleted_or_replaced_name_raises_at_the_next_forward_or_backward(
     change: str, keep: bool, strategy: ShardingStrategy, is_in_backward: bool
 ) -> None:
     model = FSDP(seeded(), sharding_strategy=strategy, use_orig_params=keep)
-    iterate(model)
-    loss = model(batch()).sum() if is_in_backward else None
+    loss = model(batch()).sum()
+    if not is_in_backward:
+        loss.backward()
     CHANGES[change](model.module.blocks[1].linear)
     with refused(RuntimeError, "'blocks.1.linear.weight'", "Linear", "summon_full_params"):
-        if loss is None:
-            model(batch())
-        else:
-            loss.backward()
+        loss.backward() if is_in_backward else model(batch())
 
 
 @pytest.mark.spec("CTOR-12")
 @pytest.mark.parametrize("keep", [pytest.param(False, marks=MARKS_VIEWS), True], ids=["flat", "original"])
 @ranks(2)
 def test_parameter_replaced_before_the_first_forward_raises_and_can_be_restored(keep: bool) -> None:
-    plain = seeded()
     model = FSDP(seeded(), use_orig_params=keep)
     layer = model.module.leave
     before = layer.bias
@@ -151,26 +183,10 @@ def test_parameter_replaced_before_the_first_forward_raises_and_can_be_restored(
         model(batch())
     del layer.bias
     layer.bias = before
-    iterate(model)
-    with FSDP.summon_full_params(model, with_grads=keep):
-        assert_same(named(model), named(plain), bitwise=True)
-        if keep:
-            assert_same({name: p.grad for name, p in model.named_parameters()}, mean_gradients(plain))
+    assert_trains_like(model)
 
 
-@pytest.mark.spec("CTOR-11")
-@pytest.mark.parametrize("trains", [False, True])
-@ranks(2)
-def test_a_unit_that_ran_alone_joins_a_larger_tree(trains: bool) -> None:
-    model = wrapped()
-    for index in (2, 0):
-        output = model.blocks[index](batch(5))
-        if trains:
-            output.sum().backward()
-    model.zero_grad()
-    with trace.record() as recorder:
-        iterate(model)
-    assert recorder.order("AG")[:5] == ["AG", *(f"AG blocks.{index}" for index in range(4))]
+# --- two models with a common unit ---
 
 
 class Headed(nn.Module):
@@ -180,7 +196,7 @@ class Headed(nn.Module):
         super().__init__()
         self.encoder, self.head = encoder, nn.Linear(6, 1, device=device())
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: Tensor) -> Any:
         return self.head(torch.tanh(self.encoder(x)))
 
 
@@ -190,15 +206,15 @@ class Headed(nn.Module):
 @ranks(2)
 def test_two_models_with_a_common_unit_run_forward_before_both_run_backward(kind: str, has_one_backward: bool) -> None:
     """Defect: the second forward makes its model the root of the unit, and the first head gets no gradient."""
-    torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(device())
-    plain = nn.ModuleList([Headed(encoder), Headed(encoder)])
+    plain = seeded(lambda: nn.ModuleList([Headed(encoder), Headed(encoder)]))
     copied = copy.deepcopy(plain)
     common = shard(kind, copied[0].encoder)
     model = nn.ModuleList()
     for one in copied:
         one.encoder = common
         model.append(shard(kind, one))
+    outputs = []
     for models in (plain, model):
         optimizer = torch.optim.SGD(list(dict.fromkeys(models.parameters())), lr=0.1)
         for step in range(3):
@@ -207,8 +223,8 @@ def test_two_models_with_a_common_unit_run_forward_before_both_run_backward(kind
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-    for one, expected in zip(model, plain, strict=True):
-        assert_same(full_values(one), named(expected), bitwise=False)
+        outputs.append([one(batch(rank=0)) for one in models])
+    assert_close(*outputs)
 
 
 @pytest.mark.spec("PROG-47")

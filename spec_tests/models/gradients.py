@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, loss_of
 from spec_tests.models.values import assert_same, full_gradients, full_values, named
+from spec_tests.oracles.gathering import clean_name
 
 Loss = Callable[[Any, Tensor], Tensor]
 
@@ -72,7 +73,8 @@ def assert_trains_like(
         step_with(gradients, plain, torch.optim.SGD(plain.parameters(), lr=1.0))
         torch.optim.SGD(model.parameters(), lr=1.0).step()
         model.zero_grad()
-    assert_same(full_values(model), named(plain), **tolerance)
+    values = {clean_name(name): value for name, value in full_values(model).items()}
+    assert_same(values, named(plain), **tolerance)
 
 
 def assert_learns_alike(plain: nn.Module, model: nn.Module, loss: Callable[[Any], Tensor]) -> None:

@@ -1,22 +1,16 @@
-"""Helpers for the tests of the engine: a sharded `chain` of blocks, its state and its gradients.
-
-On each rank, a plain model computes the expected gradients of the sharded model. It runs one backward for each rank's
-part of the batch and averages the gradients.
-"""
+"""A sharded `chain` of blocks, its units, and one iteration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from minifsdp.engine.unit import Phase, State, Unit
+from minifsdp.engine.unit import Unit
 from spec_tests.harness import device
-from spec_tests.models.running import Wire, batch
-from spec_tests.oracles.gathering import clean_name
+from spec_tests.models.running import batch
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 Loss = Callable[[nn.Module, int], Tensor]
@@ -44,117 +38,6 @@ def units_of(model: FSDP) -> list[Unit]:
     return [wrapper._unit for wrapper in FSDP.fsdp_modules(model) if wrapper._unit is not None]
 
 
-def is_open(unit: Unit) -> bool:
-    """Whether the unsharded parameters of the unit have memory, independently of the unit's own state."""
-    layout: Any = unit.layout
-    size: int = layout.unsharded.leaf.untyped_storage().size()
-    return size > 0
-
-
-def assert_at_rest(model: FSDP) -> None:
-    """Checks the state between two iterations: no unit computes or awaits a backward, and all memory is freed."""
-    for unit in units_of(model):
-        where = f"rank {dist.get_rank()}: unit {unit.name!r}"
-        assert unit.phase is Phase.IDLE, f"{where} is in {unit.phase}"
-        assert unit.state is State.SHARDED, f"{where} is {unit.state}"
-        assert not unit.uses.awaits_backward, f"{where} awaits a backward"
-        assert not is_open(unit) or unit.plans[0].mesh.shard is None, f"{where} still has its memory"
-
-
-def full_gradients(model: FSDP) -> dict[str, Tensor | None]:
-    """The reduced gradient of every parameter, assembled from all ranks. ``None`` if the unit has no gradient here.
-
-    All ranks must call it.
-    """
-    found: dict[str, Tensor | None] = {}
-    for prefix, wrapper in model.named_modules():
-        if not isinstance(wrapper, FSDP) or wrapper._unit is None:
-            continue
-        layout: Any = wrapper._unit.layout
-        local_shard = _gradient_piece(layout)
-        views = [None] * len(layout.param_infos) if local_shard is None else _put_together(layout, local_shard)
-        for owned, view in zip(layout.param_infos, views, strict=True):
-            found[clean_name(f"{prefix}.{owned.path}".removeprefix("."))] = view
-    return found
-
-
-def _gradient_piece(layout: Any) -> Tensor | None:
-    parameters = layout.local_parameters
-    if parameters[0] is layout.registered.shard:
-        return layout.registered.shard.grad
-    if all(p.grad is None for p in parameters):
-        return None
-    local_shard = torch.zeros_like(layout.registered.shard)
-    ranges = layout.sharding.param_ranges(layout.mesh.shard_index)
-    for part, p in zip(ranges, parameters, strict=True):
-        if p.grad is not None:
-            local_shard[part] = p.grad.reshape(-1)
-    return local_shard
-
-
-def _put_together(layout: Any, local_shard: Tensor) -> list[Tensor]:
-    row, group = local_shard, layout.mesh.shard
-    if group is not None:
-        local_shards = [torch.empty_like(local_shard) for _ in range(group.size)]
-        dist.all_gather(local_shards, local_shard, group=group.process_group)
-        row = torch.cat(local_shards)
-    padding = row[layout.sharding.numel :]
-    assert padding.eq(0).all(), f"rank {dist.get_rank()}: the padding of a gradient is {padding}"
-    return layout.sharding.views(row, [info.shape for info in layout.param_infos])
-
-
-def mean_gradients(plain: nn.Module, loss: Loss, ranks: range | None = None) -> dict[str, Tensor | None]:
-    """The expected gradients: those of an unsharded model, averaged over the batches of all ranks."""
-    ranks = ranks or range(dist.get_world_size())
-    parts = []
-    for rank in ranks:
-        plain.zero_grad()
-        loss(plain, rank).backward()
-        parts.append({clean_name(name): p.grad for name, p in plain.named_parameters()})
-    plain.zero_grad()
-    names = parts[0].keys()
-    return {name: _mean([part[name] for part in parts]) for name in names}
-
-
-def _mean(gradients: list[Tensor | None]) -> Tensor | None:
-    known = [gradient for gradient in gradients if gradient is not None]
-    return torch.stack(known).sum(0) / len(gradients) if known else None
-
-
-def assert_gradients(model: FSDP, expected: dict[str, Tensor | None]) -> None:
-    """Checks that the sharded model has these gradients. All ranks must call it."""
-    found = full_gradients(model)
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        here = found[name]
-        assert (here is None) == (gradient is None), f"{name}: {here} instead of {gradient}"
-        if gradient is not None:
-            torch.testing.assert_close(here, gradient, rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
-
-
 def train_once(model: FSDP, loss: Loss = square_loss) -> None:
     """Runs one forward and backward with this rank's part of the batch."""
     loss(model, dist.get_rank()).backward()
-
-
-def assert_trains(
-    model: Any, expected: dict[str, Tensor | None], loss: Loss = square_loss, num_steps: int = 2
-) -> list[str]:
-    """Checks the gradients and the state after each of several equal iterations. All ranks must call it.
-
-    Returns:
-        The collectives of the last iteration.
-    """
-    for _ in range(num_steps):
-        model.zero_grad()
-        with Wire() as wire:
-            train_once(model, loss)
-        assert_gradients(model, expected)
-        assert_at_rest(model)
-    return wire.calls()
-
-
-def halve_all(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
