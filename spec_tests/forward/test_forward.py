@@ -2,49 +2,35 @@
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
-from spec_tests.checkpoint.checkpoints import is_plain
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, ranks
-from spec_tests.models.modules import WIDTH, Block, Scale, seeded
-from spec_tests.models.running import batch, iterate, loss_of
-from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, NO_SHARD, SHARD_GRAD_OP, wrapped
-from spec_tests.models.values import (
-    assert_same,
-    full_values,
-    mean_gradients,
-    named,
-    own_names,
-)
-from spec_tests.models.whole import assert_a_step_uses_the_mean_gradient_alone, assert_step_moves_by, memory_of
-from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, trace
+from spec_tests.models.gradients import assert_trains_like
+from spec_tests.models.modules import seeded
+from spec_tests.models.running import batch
+from spec_tests.models.sharding import wrapped
+from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, trace
 
 FSDP = FullyShardedDataParallel
+FLAT_STRATEGIES = FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = [*ShardingStrategy][:3]
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 
 # --- a submodule that is not a unit ---
 
 
-def evaluate(model: nn.Module) -> None:
-    with torch.no_grad():
-        model(batch(7))
-
-
-BEFORE: dict[str, Callable[[FSDP], object]] = {
+BEFORE: dict[str, Callable[[nn.Module], object]] = {
     "nothing": lambda model: None,
     "a forward": lambda model: model(batch()),
-    "an evaluation": evaluate,
-    "an iteration": iterate,
+    "an evaluation": torch.no_grad()(lambda model: model(batch())),
+    "an iteration": lambda model: model(batch()).sum().backward(),
 }
 
 
@@ -56,7 +42,7 @@ BEFORE: dict[str, Callable[[FSDP], object]] = {
 def test_direct_call_of_unwrapped_part_raises_with_remedy(keep: bool, before: str, strategy: ShardingStrategy) -> None:
     stays_unsharded = strategy is NO_SHARD and not keep and before != "nothing"
     if stays_unsharded or (keep and strategy is SHARD_GRAD_OP and before == "a forward"):
-        # The parameters can be used. The test below covers this case.
+        # The parameters can be used. A test below covers this case.
         return
     model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
     BEFORE[before](model)
@@ -67,7 +53,7 @@ def test_direct_call_of_unwrapped_part_raises_with_remedy(keep: bool, before: st
     with refused(RuntimeError, "wrap"):
         model.module(batch())
     model.zero_grad()
-    assert_a_step_uses_the_mean_gradient_alone(model, seeded())
+    assert_trains_like(model)
 
 
 @pytest.mark.spec("FWD-01")
@@ -75,7 +61,8 @@ def test_direct_call_of_unwrapped_part_raises_with_remedy(keep: bool, before: st
 @ranks(2)
 def test_original_parameters_with_a_coincidentally_correct_shape_are_refused(strategy: ShardingStrategy) -> None:
     # A shard of one element broadcasts, and with NO_SHARD every shape is right, so no other error would occur.
-    model = FSDP(Scale(2), sharding_strategy=strategy, use_orig_params=True, device_id=device())
+    options: Any = {"sharding_strategy": strategy, "use_orig_params": True, "device_id": device()}
+    model = FSDP(nn.LayerNorm(2, bias=False), **options)
     with refused(RuntimeError, "parameter 'weight'", "wrap that part"):
         model.module(torch.ones(3, 2, device=device()))
     model(torch.ones(3, 2, device=device())).sum().backward()
@@ -87,20 +74,13 @@ def test_original_parameters_with_a_coincidentally_correct_shape_are_refused(str
 def test_parameters_that_stay_unsharded_may_be_used_outside_the_wrapper_forward(
     strategy: ShardingStrategy, keep: bool
 ) -> None:
-    model, plain = wrapped(sharding_strategy=strategy, use_orig_params=keep), seeded()
-    (model(batch()).sum() + model.module.enter(batch()).sum()).backward()
-    for rank in range(2):
-        x = batch(0, rank)
-        ((plain(x).sum() + plain.enter(x).sum()) / 2).backward()
-    assert_step_moves_by(model, plain, {name: parameter.grad for name, parameter in plain.named_parameters()})
+    def loss(model: Any, x: Tensor) -> Tensor:
+        return model(x).sum() + getattr(model, "module", model).enter(x).sum()
+
+    assert_trains_like(wrapped(sharding_strategy=strategy, use_orig_params=keep), loss=loss)
 
 
 # --- a submodule that is a unit ---
-
-
-def pair() -> nn.Module:
-    """A model that is trained as a whole and whose first half is also used alone."""
-    return nn.Sequential(OrderedDict(encoder=nn.Sequential(Block(), Block()), decoder=nn.Linear(WIDTH, 2)))
 
 
 @pytest.mark.spec("FWD-02")
@@ -108,27 +88,17 @@ def pair() -> nn.Module:
 @flat_or_original
 @ranks(2)
 def test_inner_unit_trains_alone_between_steps_of_root(keep: bool, strategy: ShardingStrategy) -> None:
-    plain, model = seeded(pair), seeded(pair)
-    options: dict[str, Any] = {"sharding_strategy": strategy, "use_orig_params": keep}
-    model.encoder = FSDP(model.encoder, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
-    model = FSDP(model, **options)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
-    for step in range(4):
-        alone = step % 2 == 1
+    plain, layers = (seeded(lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 2))) for _ in range(2))
+    options: Any = {"sharding_strategy": strategy, "use_orig_params": keep}
+    layers[0] = FSDP(layers[0], **options)
+    model = FSDP(layers, **options)
+    for units, loss in [
+        ({"", "0"}, lambda each, x: each(x).square().mean()),
+        ({"0"}, lambda each, x: each[0](x).square().mean()),
+    ] * 2:
         with trace.record() as recorder:
-            output = (model.encoder if alone else model)(batch(step))
-        units = {event.unit for event in recorder.events}
-        assert units == ({"encoder.0", "encoder.1"} if alone else {"", "encoder.0", "encoder.1"})
-        loss_of(output).backward()
-        for rank in range(2):
-            expected = (plain.encoder if alone else plain)(batch(step, rank))
-            if rank == dist.get_rank():
-                torch.testing.assert_close(output, expected)
-            (loss_of(expected) / 2).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same(full_values(model), named(plain))
+            assert_trains_like(model, plain, loss=loss)
+        assert {event.unit for event in recorder.events if event.kind == "F"} == units
 
 
 # --- a reference that the model keeps ---
@@ -139,7 +109,7 @@ class Keeps(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layer = nn.Linear(6, 6, bias=False)
         self.kept = [self.layer.weight]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -170,42 +140,29 @@ def test_parameter_in_a_list_of_its_module_has_current_values_and_gets_a_gradien
 def test_in_forward_and_backward_parameters_are_plain_views_of_one_flat_tensor(
     keep: bool, strategy: ShardingStrategy
 ) -> None:
-    plain = seeded()
-    values, seen = named(plain), list[int]()
+    layer, values = seeded(lambda: nn.Linear(6, 6)), seeded(lambda: nn.Linear(6, 6))
+    num_looks = 0
 
-    def look(index: int) -> None:
-        layer = blocks[index].linear
-        for name, offset in (("weight", 0), ("bias", WIDTH * WIDTH)):
-            tensor = getattr(layer, name)
-            assert is_plain(tensor), "a plain tensor, not a parameter"
+    def look(*_: Any) -> None:
+        nonlocal num_looks
+        num_looks += 1
+        for tensor, value, offset in ((layer.weight, values.weight, 0), (layer.bias, values.bias, 36)):
+            assert type(tensor) is Tensor, "a plain tensor, not a parameter"
             assert tensor.storage_offset() == offset
-            assert torch.equal(tensor, values[f"blocks.{index}.linear.{name}"])
+            assert torch.equal(tensor, value)
+            assert tensor.requires_grad
         assert layer.weight._base is layer.bias._base is not None
-        assert layer.weight.requires_grad
-        seen.append(index)
 
-    blocks = list(plain.blocks)
-    for index, block in enumerate(blocks):
-
-        def in_forward(_: Any, args: Any, output: Tensor, index: int = index) -> None:
-            look(index)
-            output.register_hook(lambda _: look(index))
-
-        block.linear.register_forward_hook(in_forward)
-    model = wrapped(plain, sharding_strategy=strategy, use_orig_params=keep)
-    loss_of(model(batch())).backward()
-    assert seen == [0, 1, 2, 3, 3, 2, 1, 0]
+    layer.register_forward_hook(lambda *_: look())
+    layer.register_full_backward_pre_hook(look)
+    model = FSDP(nn.Sequential(layer), sharding_strategy=strategy, use_orig_params=keep)
+    model(batch().requires_grad_()).sum().backward()
+    assert num_looks == 2
     with FSDP.summon_full_params(model):
-        for names in own_names(seeded()).values():
-            assert len({memory_of(model.get_parameter(name)) for name in names}) == 1
+        assert len({parameter.untyped_storage().data_ptr() for parameter in model.parameters()}) == 1
 
 
 # --- changes in between ---
-
-
-def double(layer: nn.Module) -> None:
-    """Changes the weight without autograd's knowledge. Otherwise autograd would raise an error in backward."""
-    layer.weight.data.mul_(2.0)
 
 
 @pytest.mark.spec("FWD-05")
@@ -213,14 +170,20 @@ def double(layer: nn.Module) -> None:
 @flat_or_original
 @ranks(2)
 def test_parameter_change_in_forward_is_lost(keep: bool, strategy: ShardingStrategy) -> None:
-    plain, model = seeded(), seeded()
-    model.blocks[1].linear.register_forward_hook(lambda module, args, output: double(module))
-    model = wrapped(model, use_orig_params=keep, sharding_strategy=strategy)
-    loss_of(model(batch())).backward()
-    assert_same(full_values(model), named(plain), bitwise=True)
+    def double(layer: nn.Module, *_: Any) -> None:
+        # Without autograd's knowledge. Otherwise autograd would raise an error in backward.
+        layer.weight.data.mul_(2.0)
+
+    plain = seeded()
+    plain.blocks[1].linear.register_forward_hook(double)
+    model = wrapped(plain, use_orig_params=keep, sharding_strategy=strategy)
+    loss = model(batch()).square().mean()
+    assert_close(model.state_dict(), seeded().state_dict(), rtol=0, atol=0)
+    loss.backward()
     if strategy is FULL_SHARD:
         # Backward all-gathers again, so all gradients use the unchanged weight, also those below the changed block.
-        assert_step_moves_by(model, plain, mean_gradients(plain))
+        model.zero_grad()
+        assert_trains_like(model)
 
 
 # --- several forwards, several backwards ---
@@ -231,17 +194,17 @@ def test_parameter_change_in_forward_is_lost(keep: bool, strategy: ShardingStrat
 @pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
 @ranks(2)
 def test_several_forwards_before_one_backward_match_the_reference(strategy: ShardingStrategy, evaluates: bool) -> None:
-    plain = seeded()
-    for model in (wrapped(sharding_strategy=strategy), FSDP(seeded(), sharding_strategy=strategy)):
-        losses = []
-        for step in range(3):
-            losses.append(loss_of(model(batch(step))))
-            assert torch.equal(losses[-1], loss_of(plain(batch(step))))
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        total = torch.zeros((), device=device())
+        for factor in (1, 2, 3):
+            total = total + model(factor * x).square().mean()
             if evaluates:
-                evaluate(model)
-        sum(losses).backward()
-        # Backward reaches the last forward first.
-        assert_step_moves_by(model, plain, mean_gradients(plain, (2, 1, 0)))
+                with torch.no_grad():
+                    model(x)
+        return total
+
+    assert_trains_like(wrapped(sharding_strategy=strategy), loss=loss)
+    assert_trains_like(FSDP(seeded(), sharding_strategy=strategy), loss=loss)
 
 
 @pytest.mark.spec("FWD-06")
@@ -252,18 +215,22 @@ def test_several_forwards_before_one_backward_match_the_reference(strategy: Shar
 def test_evaluation_before_a_backward_with_recomputation_changes_nothing(
     use_reentrant: bool, strategy: ShardingStrategy, keep: bool
 ) -> None:
-    class Recomputes(Block):
+    class Recomputes(nn.Linear):
         """Recomputes inside its forward. The reentrant one looks up the parameters by name in a nested backward."""
 
         def forward(self, x: Tensor) -> Tensor:
-            return x + checkpoint(lambda y: torch.tanh(self.linear(y)), x, use_reentrant=use_reentrant)
+            return checkpoint(lambda y: torch.tanh(super(Recomputes, self).forward(y)), x, use_reentrant=use_reentrant)
 
-    plain = seeded(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Recomputes(), Recomputes()))
-    model = wrapped(copy.deepcopy(plain), sharding_strategy=strategy, use_orig_params=keep)
-    loss = loss_of(model(batch()))
-    evaluate(model)
-    loss.backward()
-    assert_step_moves_by(model, plain, mean_gradients(plain))
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        output = model(x)
+        with torch.no_grad():
+            model(x)
+        return output.square().mean()
+
+    plain, model = (seeded(lambda: nn.Sequential(nn.Linear(6, 6), Recomputes(6, 6))) for _ in range(2))
+    options: Any = {"sharding_strategy": strategy, "use_orig_params": keep}
+    model[1] = FSDP(model[1], **options)
+    assert_trains_like(FSDP(model, **options), plain, loss=loss)
 
 
 @pytest.mark.spec("FWD-08", "ORIG-08", "ORIG-09")
@@ -275,16 +242,19 @@ def test_evaluation_before_a_backward_with_recomputation_changes_nothing(
 def test_zero_grad_clears_the_gradients_of_every_unit(
     keep: bool, strategy: ShardingStrategy, is_unsharded: bool, caller: str, set_to_none: bool
 ) -> None:
-    plain = seeded()
     model = wrapped(sharding_strategy=strategy, use_orig_params=keep)
     owned = list(model.parameters())
-    optimizer = torch.optim.SGD(owned, lr=1.0)
-    iterate(model, 5)
-    # After a forward, modules have unsharded parameters, and the optimizer's parameters have the gradients.
-    loss = loss_of(model(batch())) if is_unsharded else None
-    (optimizer if caller == "optimizer" else model).zero_grad(set_to_none=set_to_none)
-    assert not any(parameter.grad is not None and parameter.grad.any() for parameter in owned)
-    if set_to_none:
-        assert [parameter.grad for parameter in owned] == [None] * len(owned)
-    (loss_of(model(batch())) if loss is None else loss).backward()
-    assert_step_moves_by(model, plain, mean_gradients(plain))
+    cleared = torch.optim.SGD(owned, lr=1.0) if caller == "optimizer" else model
+
+    def loss(each: nn.Module, x: Tensor) -> Tensor:
+        output = each(x)
+        if each is model:
+            # After a forward, modules have unsharded parameters, and the optimizer's parameters have the gradients.
+            cleared.zero_grad(set_to_none=set_to_none)
+            if set_to_none:
+                assert [parameter.grad for parameter in owned] == [None] * len(owned)
+            assert not any(parameter.grad is not None and parameter.grad.any() for parameter in owned)
+        return (output if is_unsharded else each(x)).square().mean()
+
+    model(batch()).sum().backward()
+    assert_trains_like(model, loss=loss)
