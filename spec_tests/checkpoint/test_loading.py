@@ -18,125 +18,112 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from spec_tests import subject
-from spec_tests.harness import device, plain_tensor, ranks
-from spec_tests.models.modules import WIDTH, Block, Stack, seeded
-from spec_tests.models.running import Wire, batch, detailed_debugging, iterate
-from spec_tests.models.sharding import grid_mesh, sharded
-from spec_tests.models.values import assert_same, full_values, named
-from spec_tests.subject import fully_shard
+from spec_tests.harness import device, ranks
+from spec_tests.models import modules, running, sharding
 
 FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
-def other() -> Any:
-    """A sharded model with other values."""
-    return sharded(seeded(seed=5))
-
-
 def on_meta() -> Any:
     with torch.device("meta"):
-        return sharded(Stack())
+        return sharding.sharded(modules.Stack())
+
+
+def assert_full_values(model: Any, expected: Any) -> None:
+    """Checks the parameters bit by bit. Every rank must call it."""
+    found = {name: parameter.full_tensor().detach() for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(found, dict(expected), rtol=0.0, atol=0.0, check_device=False)
 
 
 @pytest.mark.spec("FS2-SD-01", "FS2-SD-12", "FS2-SD-13")
 @ranks(2)
 def test_state_dict_has_dtensors_under_plain_names_and_is_loaded_without_communication() -> None:
-    model, target = sharded(), other()
+    model, target = sharding.sharded(), sharding.sharded(modules.seeded(seed=5))
     # The setting of the wrapper has no effect.
-    with Wire() as wire, subject.FullyShardedDataParallel.state_dict_type(model, subject.StateDictType.FULL_STATE_DICT):
+    with (
+        running.Wire() as wire,
+        subject.FullyShardedDataParallel.state_dict_type(model, subject.StateDictType.FULL_STATE_DICT),
+    ):
         state = model.state_dict()
-        assert not target.load_state_dict(state).missing_keys
+        assert target.load_state_dict(state) == ([], [])
     assert wire.sent == []
-    assert list(state) == list(seeded().state_dict())
-    assert type(fully_shard(nn.BatchNorm1d(4).to(device())).state_dict()["running_mean"]) is plain_tensor()
+    assert list(state) == list(modules.seeded().state_dict())
+    assert not isinstance(subject.fully_shard(nn.BatchNorm1d(4)).state_dict()["running_mean"], DTensor)
     for name, parameter in model.named_parameters():
-        assert isinstance(state[name], DTensor)
         assert state[name].placements == parameter.placements
         assert state[name].to_local().data_ptr() == parameter.to_local().data_ptr()
-    assert_same(full_values(target), named(seeded()))
+    assert_full_values(target, modules.seeded().state_dict())
 
 
 @pytest.mark.spec("FS2-SD-01")
 @ranks(2)
 def test_state_dict_is_sharded_while_units_are_unsharded() -> None:
-    model = sharded(reshard_after_forward=False)
+    model, plain = sharding.sharded(reshard_after_forward=False), modules.seeded()
     with torch.no_grad():
-        model(torch.ones(3, WIDTH, device=device()))
+        model(running.batch())
     model.blocks[1].unshard()
-    plain = named(seeded())
     for name, value in model.state_dict().items():
         assert isinstance(value, DTensor)
-        assert torch.equal(value.full_tensor(), plain[name])
+        assert torch.equal(value.full_tensor(), plain.get_parameter(name))
 
 
 # --- manually ---
-
-
-def saved_by_hand(model: nn.Module) -> dict[str, torch.Tensor]:
-    """All ranks all-gather the tensors one by one; rank 0 keeps them."""
-    kept = {}
-    for name, value in model.state_dict().items():
-        whole = value.full_tensor()
-        if dist.get_rank() == 0:
-            kept[name] = whole.cpu()
-    return kept
 
 
 @pytest.mark.spec("FS2-SD-02", "FS2-SD-03", "FS2-SD-09")
 @pytest.mark.parametrize("is_grid", [False, True])
 @ranks(4)
 def test_full_state_dict_is_saved_and_loaded_manually(is_grid: bool, tmp_path: Path) -> None:
-    source, target = sharded(mesh=grid_mesh() if is_grid else None), on_meta()
-    kept = saved_by_hand(source)
+    source, target = sharding.sharded(mesh=sharding.grid_mesh() if is_grid else None), on_meta()
+    # All ranks all-gather the tensors one by one; rank 0 keeps them.
+    kept = {}
+    for name, value in source.state_dict().items():
+        unsharded = value.full_tensor()
+        if dist.get_rank() == 0:
+            kept[name] = unsharded.cpu()
     if dist.get_rank() == 0:
         torch.save(kept, tmp_path / "model.pt")
     dist.barrier()
     full = torch.load(tmp_path / "model.pt", mmap=True, weights_only=True, map_location="cpu")
-    assert_same(full, {name: value.cpu() for name, value in named(seeded()).items()}, bitwise=True)
-    placed = target.state_dict()
-    mine = {
-        name: nn.Parameter(distribute_tensor(value.to(device()), placed[name].device_mesh, placed[name].placements))
-        for name, value in full.items()
-    }
+    torch.testing.assert_close(full, dict(modules.seeded().state_dict()), rtol=0.0, atol=0.0, check_device=False)
+    mine = {}
+    for name, placed in target.state_dict().items():
+        mine[name] = nn.Parameter(distribute_tensor(full[name].to(device()), placed.device_mesh, placed.placements))
     target.load_state_dict(mine, assign=True)
-    assert {p.device.type for p in target.parameters()} == {device().type}
-    assert_same(full_values(target), named(seeded()), bitwise=True)
-    assert iterate(target, 5) == iterate(source, 5)
+    assert_full_values(target, modules.seeded().state_dict())
+    target(running.batch()).sum().backward()
 
 
 @pytest.mark.spec("FS2-SD-04")
 @ranks(2)
 def test_loading_into_meta_parameters_without_assign_is_refused() -> None:
     with pytest.raises((RuntimeError, ValueError), match="assign"):
-        on_meta().load_state_dict(sharded().state_dict())
+        on_meta().load_state_dict(sharding.sharded().state_dict())
 
 
 @pytest.mark.spec("FS2-SD-05", "NEW-21")
 @pytest.mark.parametrize("is_on_meta", [False, True])
 @ranks(2)
 def test_plain_tensors_are_refused_with_remedy_and_while_debugging_sharded(is_on_meta: bool) -> None:
-    model = on_meta() if is_on_meta else other()
+    model = on_meta() if is_on_meta else sharding.sharded(modules.seeded(seed=5))
     with pytest.raises((RuntimeError, ValueError), match="set_model_state_dict"):
-        model.load_state_dict(seeded().state_dict(), assign=is_on_meta)
-    with detailed_debugging():
-        model.load_state_dict(seeded().state_dict(), assign=is_on_meta)
-    assert {type(p.data) for p in model.parameters()} == {DTensor}
-    assert_same(full_values(model), named(seeded()))
+        model.load_state_dict(modules.seeded().state_dict(), assign=is_on_meta)
+    with running.detailed_debugging():
+        model.load_state_dict(modules.seeded().state_dict(), assign=is_on_meta)
+    assert_full_values(model, modules.seeded().state_dict())
 
 
 @pytest.mark.spec("FS2-SD-14")
 @pytest.mark.parametrize(("wrong", "assign"), [("ranks", False), ("ranks", True), ("placements", True)])
 @ranks(2)
 def test_dtensors_over_other_ranks_are_refused_before_anything_is_copied(wrong: str, assign: bool) -> None:
-    model = other()
-    before, state = full_values(model), sharded().state_dict()
-    mesh = next(iter(state.values())).device_mesh
+    model, state = sharding.sharded(modules.seeded(seed=5)), sharding.sharded().state_dict()
     # The last tensor, so that all others would be copied before the error.
     last = list(state)[-1]
-    whole, shape = state[last].full_tensor(), tuple(state[last].shape)
-    replicated = distribute_tensor(whole, mesh, [Replicate()], src_data_rank=None)
-    turned = distribute_tensor(whole, DeviceMesh(mesh.device_type, [1, 0]), [Shard(0)], src_data_rank=None)
+    mesh, unsharded, shape = state[last].device_mesh, state[last].full_tensor(), tuple(state[last].shape)
+    replicated = distribute_tensor(unsharded, mesh, [Replicate()], src_data_rank=None)
+    turned = distribute_tensor(unsharded, DeviceMesh(mesh.device_type, [1, 0]), [Shard(0)], src_data_rank=None)
     state[last] = turned if wrong == "ranks" else replicated
     with pytest.raises(RuntimeError, match=r"torch\.distributed\.checkpoint") as caught:
         model.load_state_dict(state, assign=assign)
@@ -146,10 +133,10 @@ def test_dtensors_over_other_ranks_are_refused_before_anything_is_copied(wrong: 
         f"found shape {shape} on ranks {[1, 0] if wrong == 'ranks' else [0, 1]} with placements",
     ):
         assert part in str(caught.value)
-    assert_same(full_values(model), before, bitwise=True)
+    assert_full_values(model, modules.seeded(seed=5).state_dict())
     if not assign:
         model.load_state_dict({**state, last: replicated})
-        assert_same(full_values(model), named(seeded()), bitwise=True)
+        assert_full_values(model, modules.seeded().state_dict())
 
 
 # --- with torch's functions ---
@@ -160,70 +147,66 @@ def test_dtensors_over_other_ranks_are_refused_before_anything_is_copied(wrong: 
 @pytest.mark.parametrize("from_rank_0", [False, True])
 @ranks(2)
 def test_full_state_dicts_are_loaded_by_all_ranks_or_from_rank_0(from_rank_0: bool, state: str) -> None:
-    model = on_meta().to_empty(device=device()) if state == "meta" else other()
+    model = on_meta().to_empty(device=device()) if state == "meta" else sharding.sharded(modules.seeded(seed=5))
     if state in ("after an evaluation", "before a backward"):
         with torch.set_grad_enabled(state == "before a backward"):
-            model(torch.ones(2, WIDTH, device=device()))
+            model(running.batch())
         # A forward recorded by autograd keeps the root unsharded for its backward.
         assert all(isinstance(p, DTensor) for p in model.parameters()) is (state == "after an evaluation")
-    given = {} if from_rank_0 and dist.get_rank() else seeded().state_dict()
+    given = {} if from_rank_0 and dist.get_rank() else modules.seeded().state_dict()
     set_model_state_dict(model, given, options=FROM_RANK_0 if from_rank_0 else FULL)
-    assert_same(full_values(model), named(seeded()))
-    if state == "meta":
-        iterate(model)
+    assert torch.equal(model(running.batch()), modules.seeded()(running.batch()))
+    if state != "before a backward":
+        model(running.batch()).sum().backward()
+        assert_full_values(model, modules.seeded().state_dict())
 
 
 @pytest.mark.spec("FS2-SD-07")
 @ranks(2)
 def test_broadcast_accepts_only_full_dictionaries() -> None:
     with pytest.raises(ValueError, match="full_state_dict"):
-        set_model_state_dict(other(), {}, options=StateDictOptions(broadcast_from_rank0=True))
+        set_model_state_dict(sharding.sharded(), {}, options=StateDictOptions(broadcast_from_rank0=True))
 
 
 @pytest.mark.spec("FS2-SD-08", "FS2-SD-09")
 @ranks(2)
 def test_full_state_dict_is_on_all_ranks_or_on_the_cpu_of_rank_0() -> None:
-    model, expected = sharded(), named(seeded())
-    state = get_model_state_dict(model, options=FULL)
-    if dist.get_rank() == 0:
-        assert {(type(value), value.device.type) for value in state.values()} == {(torch.Tensor, "cpu")}
-        assert_same(state, {name: value.cpu() for name, value in expected.items()})
-    else:
-        assert state == {}
+    model, plain = sharding.sharded(), dict(modules.seeded().state_dict())
+    on_cpu = get_model_state_dict(model, options=FULL)
+    expected = {name: value.cpu() for name, value in plain.items()} if dist.get_rank() == 0 else {}
+    torch.testing.assert_close(on_cpu, expected, rtol=0.0, atol=0.0)
     on_all_ranks = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    assert {type(value) for value in on_all_ranks.values()} == {plain_tensor()}
-    assert_same(on_all_ranks, expected)
-
-
-def two_places() -> nn.Sequential:
-    block = Block()
-    return nn.Sequential(block, nn.Linear(WIDTH, WIDTH), block)
+    torch.testing.assert_close(dict(on_all_ranks), plain, rtol=0.0, atol=0.0)
 
 
 @pytest.mark.spec("PROG-08")
 @pytest.mark.parametrize("is_unit", [True, False])
 @ranks(2)
 def test_full_state_dict_of_module_in_two_places_loads(is_unit: bool) -> None:
-    plain, model = seeded(two_places, 1), seeded(two_places, 2)
+    def build() -> nn.Sequential:
+        block = modules.Block()
+        return nn.Sequential(block, nn.Linear(6, 6), block)
+
+    plain, model = modules.seeded(build, 1), modules.seeded(build, 2)
     if is_unit:
-        fully_shard(model[0])
-    fully_shard(model)
+        subject.fully_shard(model[0])
+    subject.fully_shard(model)
     options = StateDictOptions(full_state_dict=True)
     set_model_state_dict(model, plain.state_dict(), options=options)
-    found, expected = get_model_state_dict(model, options=options), plain.state_dict()
-    assert list(found) == list(expected)
-    assert_same(found, expected, bitwise=True)
-    assert torch.equal(model(batch()), plain(batch()))
+    found = get_model_state_dict(model, options=options)
+    assert list(found) == list(plain.state_dict())
+    torch.testing.assert_close(dict(found), dict(plain.state_dict()), rtol=0.0, atol=0.0)
+    assert torch.equal(model(running.batch()), plain(running.batch()))
 
 
 @pytest.mark.spec("FS2-SD-12")
 @ranks(4)
 def test_distributed_checkpoint_is_loaded_under_another_mesh_without_sending_values(tmp_path: Path) -> None:
-    source, target = sharded(), sharded(seeded(seed=5), mesh=grid_mesh())
-    with Wire() as wire:
+    source, target = sharding.sharded(), sharding.sharded(modules.seeded(seed=5), mesh=sharding.grid_mesh())
+    with running.Wire() as wire:
         dcp.save({"model": get_model_state_dict(source)}, checkpoint_id=tmp_path)
         state = {"model": get_model_state_dict(target)}
         dcp.load(state, checkpoint_id=tmp_path)
         set_model_state_dict(target, state["model"])
     assert wire.values == []
-    assert_same(full_values(target), full_values(source))
+    assert_full_values(target, modules.seeded().state_dict())

