@@ -89,7 +89,7 @@ def test_with_rank0_only_a_unit_of_other_ranks_is_refused(keep: bool) -> None:
         FSDP.optim_state_dict_to_load(model, optimizer, states)
 
 
-# Of the model that loads.
+# Options of the model that loads.
 WRAPPINGS: dict[str, dict[str, Any]] = {
     "flat": {"use_orig_params": False},
     "original": {"use_orig_params": True},
