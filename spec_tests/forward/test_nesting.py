@@ -97,6 +97,21 @@ def test_root_takes_over_submodule_that_ran_alone(strategy: ShardingStrategy, ke
     assert part._root_state is model._root_state
 
 
+@pytest.mark.spec("CTOR-11")
+@pytest.mark.parametrize("trains", [False, True])
+@ranks(2)
+def test_units_that_ran_alone_join_a_larger_tree_in_the_order_of_its_forward(trains: bool) -> None:
+    model = wrapped()
+    for index in (2, 0):
+        output = model.blocks[index](batch(5))
+        if trains:
+            output.sum().backward()
+    model.zero_grad()
+    with trace.record() as recorder:
+        model(batch()).sum().backward()
+    assert recorder.order("AG")[:5] == ["AG", *(f"AG blocks.{index}" for index in range(4))]
+
+
 # --- units inside units ---
 
 
