@@ -86,6 +86,9 @@ class _Observer(TorchDispatchMode):
 
 @contextmanager
 def count_collectives() -> Iterator[Counts]:
-    """Counts every collective that this rank starts inside the block, from any library."""
+    """Counts every collective that this rank starts inside the block, from any library.
+
+    Operators of DTensors issue collectives below the mode, so these are not counted. `CommDebugMode` counts them.
+    """
     with _Observer() as observer:
         yield observer.counts
