@@ -260,7 +260,7 @@ def groups_without_objects(
 
 def send_by(unit: Unit[PerParameterLayout] | None, communication: Any) -> None:
     """Sends all collectives of a unit by an object; with ``None``, by the process group."""
-    if unit is None:
+    if unit is None or unit.layout.group is None:
         return
     _send_parameters(unit.layout, communication)
     for plan in unit.plans:

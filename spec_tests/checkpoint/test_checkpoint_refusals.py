@@ -237,7 +237,7 @@ def test_call_on_one_rank_times_out_with_its_name_and_the_missing_ranks(name: st
     dist.barrier()
     group.set_timeout(timedelta(minutes=1))
     dist.barrier()
-    # The failed call does not affect later calls that all ranks checkpoints.make.
+    # The failed call does not affect later calls that all ranks make.
     for call in calls.values():
         call()
 
