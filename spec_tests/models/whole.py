@@ -46,11 +46,6 @@ def whole(
     return values, gradients
 
 
-def group_of(strategy: Any) -> str | None:
-    """The ``group`` argument of `whole` for a strategy, chosen by the strategy's name."""
-    return "nobody" if strategy.name == "NO_SHARD" else None
-
-
 def odd() -> Stack:
     """Units of 71, 34, 47 and 60 elements and a root of 56: on two, three or four ranks, some unit needs padding."""
     model = Stack(hidden=(5, 2, 3, 4))
@@ -69,17 +64,6 @@ def memory_of(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def gathered_values(model: FullyShardedDataParallel) -> dict[str, Tensor]:
-    """Unsharded parameters and buffers by their original names."""
-    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        return {**named(model), **buffers}
-
-
-def plain_values(model: nn.Module) -> dict[str, Tensor]:
-    return {**named(model), **dict(model.named_buffers())}
-
-
 def assert_a_step_uses_the_mean_gradient_alone(model: FullyShardedDataParallel, plain: nn.Module) -> None:
     """Runs one iteration and one step, and compares the parameters with those of the unwrapped model."""
     iterate(model)
@@ -90,9 +74,3 @@ def assert_step_moves_by(model: FullyShardedDataParallel, plain: nn.Module, grad
     """Checks the gradients of the model, whose parameters equal those of ``plain``, by a step of SGD."""
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     assert_same(full_values(model), {name: value - gradients[name] for name, value in named(plain).items()})
-
-
-def set_mean_gradients(plain: nn.Module, step: int) -> None:
-    """Gives the unwrapped model the gradients of a step, averaged over the batches of all ranks."""
-    for name, gradient in mean_gradients(plain, [step]).items():
-        plain.get_parameter(name).grad = gradient
