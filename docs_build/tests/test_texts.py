@@ -57,13 +57,3 @@ def test_stored_bytes_of_the_example_are_those_of_the_package() -> None:
     assert (
         f"Of these, {example.stored / 1e9:g} GB are stored between steps; the gradients, one quarter, are freed" in text
     )
-
-
-@pytest.mark.spec("NEW-18")
-@pytest.mark.parametrize("page", ["moving/since-2.13.md", "limits.md"])
-def test_page_names_each_refused_option(page: str) -> None:
-    row = next(line for line in (DOCS / "spec.md").read_text(encoding="utf-8").splitlines() if "| NEW-18 |" in line)
-    options = set(re.findall(r"`(\w+)`", row.partition("NotImplementedError")[0]))
-    assert options == {"grad_dtype"}
-    text = (DOCS / page).read_text(encoding="utf-8")
-    assert [option for option in options if f"`{option}`" not in text] == []

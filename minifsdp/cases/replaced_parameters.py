@@ -25,8 +25,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from minifsdp.cases.grad_dtypes import keep_grad_dtype
 from minifsdp.cases.optimizer_steps import optimizer_steps
-from minifsdp.checks.arguments import check_grad_dtype
 from minifsdp.engine import lifetime
 from minifsdp.engine.bucket import assign_to_buckets
 from minifsdp.engine.layout import full_name, replaced_error
@@ -88,7 +88,10 @@ def accept_changes(layout: PerParameterLayout, *, is_converted: bool = False) ->
             continue
         if not isinstance(found, nn.Parameter) or not _fits(found, param.parameter):
             raise replaced_error(layout, attribute)
+        before = param.parameter
         param.parameter = found
+        if found.grad_dtype is found.dtype:
+            keep_grad_dtype(before, found)
         is_edited = True
     if is_edited:
         optimizer_steps.forget()
@@ -140,8 +143,6 @@ def _update_buckets(layout: PerParameterLayout, *, is_edited: bool) -> None:
 
 def _refresh(layout: PerParameterLayout) -> None:
     """Adapts to changes of all parameters. Raises an error if some are on the meta device."""
-    for param in layout.params:
-        check_grad_dtype(param.parameter, full_name(layout.name, param.info.path))
     # A case may take another parameter now.
     _update_buckets(layout, is_edited=False)
     on_meta = [param for param in layout.params if param.local_shard.is_meta]

@@ -43,7 +43,7 @@ from minifsdp.engine.mesh import Group, default_group
 from minifsdp.engine.messages import message
 from minifsdp.engine.per_param import PerParameterLayout
 from minifsdp.engine.root import RootState
-from minifsdp.engine.sharded_param import ShardedParam, _around
+from minifsdp.engine.sharded_param import ShardedParam, around
 from minifsdp.engine.shards import padded_shard_numel, shard_of
 from minifsdp.engine.unit import State, Unit
 
@@ -201,7 +201,7 @@ def _registered(
         mesh, (Replicate(), Shard(param.dim)), tensor_meta=meta
     )
     return nn.Parameter(
-        _around(local_shard, spec), requires_grad=param.parameter.requires_grad
+        around(local_shard, spec), requires_grad=param.parameter.requires_grad
     )
 
 

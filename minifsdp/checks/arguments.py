@@ -116,14 +116,6 @@ def warn_renamed(old: str, new: str) -> None:
     warn(message("old-spelling", old=old, new=new), FutureWarning)
 
 
-def check_grad_dtype(parameter: torch.Tensor, path: str) -> None:
-    """Raises an error if the user has chosen another dtype for the gradient than that of the parameter."""
-    if parameter.grad_dtype is not parameter.dtype:
-        raise NotImplementedError(
-            message("grad-dtype", path=path, dtype=parameter.grad_dtype)
-        )
-
-
 MODULE = Kind("a torch.nn.Module", is_a(nn.Module))
 MODULES = Kind("a list of modules", is_a(Iterable))
 NUMBER = Kind("a number", _is_number)

@@ -22,7 +22,6 @@ from minifsdp.checks.arguments import (
     PARAMETERS,
     PRECISION_POLICY,
     Kind,
-    check_grad_dtype,
     is_only_called_in_parts,
     require,
 )
@@ -131,8 +130,7 @@ def check_parameter(
         num_shards: the number of shards.
 
     Raises:
-        NotImplementedError: if the dim is not the first and not divisible, the values are not contiguous, or the
-            gradient should have another dtype.
+        NotImplementedError: if the dim is not the first and not divisible, or the values are not contiguous.
         ValueError: if the parameter has no dims, or the placement is not a ``Shard`` of one of them.
     """
     where = f"parameter {path!r}"
@@ -140,7 +138,6 @@ def check_parameter(
         raise ValueError(message("scalar-parameter", where=where))
     if not isinstance(placement, Shard | None):
         raise ValueError(message("placement-type", where=where, placement=placement))
-    check_grad_dtype(parameter, path)
     local = local_tensor(parameter.detach())
     shape = tuple(local.shape)
     if not local.is_contiguous():

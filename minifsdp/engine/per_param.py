@@ -53,6 +53,7 @@ from minifsdp.engine.sharded_param import (
     VERSION,
     Options,
     ShardedParam,
+    around,
     local_shard_of,
 )
 
@@ -111,7 +112,10 @@ class PerParameterLayout(Layout):
         for bucket in self.buckets:
             for param, leaf in zip(bucket.params, bucket.leaves, strict=True):
                 if param.plain_leaf is not leaf:
-                    param.use_leaf(leaf, self.precision.reduces_in(leaf.dtype))
+                    param.use_leaf(
+                        leaf,
+                        self.precision.reduces_in(param.accumulates_in(leaf.dtype)),
+                    )
         self.choose_dtype()
         self.num_bytes = sum(bucket.num_bytes for bucket in self.buckets)
         self.group = next(
@@ -126,11 +130,12 @@ class PerParameterLayout(Layout):
 
     def choose_dtype(self) -> None:
         """Gradients of several dtypes are reduced in a dtype that can represent them all."""
-        trained = [
-            bucket.dtype
+        trained = {
+            p.accumulates_in(bucket.dtype)
             for bucket in self.buckets
-            if any(p.parameter.requires_grad for p in bucket.params)
-        ]
+            for p in bucket.params
+            if p.parameter.requires_grad
+        }
         self.dtype = functools.reduce(
             torch.promote_types, trained or [self.buckets[0].dtype]
         )
@@ -258,7 +263,9 @@ class PerParameterLayout(Layout):
                 taken.parts.append(part)
             elif part is not None:
                 # A parameter without elements has nothing to reduce, but the optimizer needs a gradient.
-                param.parameter.grad = torch.zeros_like(param.parameter)
+                param.parameter.grad = torch.zeros_like(
+                    param.parameter, dtype=param.parameter.grad_dtype
+                )
         return taken if taken.parts else None
 
     def keep_unreduced(self, gradient: Gradient) -> None:
@@ -266,7 +273,9 @@ class PerParameterLayout(Layout):
         for number, part in zip(gradient.indices, gradient.parts, strict=True):
             param = self.params[number]
             if param.unreduced is None:
-                param.unreduced = part.to(self.precision.reduces_in(part.dtype))
+                param.unreduced = part.to(
+                    self.precision.reduces_in(param.accumulates_in(part.dtype))
+                )
             else:
                 param.unreduced.add_(part)
 
@@ -299,8 +308,8 @@ class PerParameterLayout(Layout):
 
     def copy_to_host(self, local_shard: torch.Tensor) -> torch.Tensor:
         """Copies all shards at once if they have one dtype. Without pinned memory, every copy blocks."""
-        dtypes = {param.local_shard.dtype for param in self.params}
-        if len(dtypes) > 1 or not self._pins:
+        dtypes = {param.parameter.grad_dtype for param in self.params}
+        if len(dtypes) > 1 or None in dtypes or not self._pins:
             return local_shard
         # Cast first: the CPU cannot cast values that have not arrived. PyTorch pins the destination of this copy.
         return local_shard.to(dtypes.pop()).to(
@@ -310,9 +319,7 @@ class PerParameterLayout(Layout):
     def accept_gradient(self, gradient: Gradient, local_shard: torch.Tensor) -> None:
         """3. Adds DTensors around the parts of ``local_shard`` to ``.grad``."""
         # If `copy_to_host` did not copy, copy here, with one wait for all parameters.
-        device = self.params[0].local_shard.device
-        if local_shard.device != device:
-            local_shard = local_shard.to(device)
+        local_shard = local_shard.to(self.params[0].local_shard.device)
         sizes = [self.params[number].chunk_numel for number in gradient.indices]
         for number, part in zip(
             gradient.indices, local_shard.split_with_sizes(sizes), strict=True
@@ -323,15 +330,20 @@ class PerParameterLayout(Layout):
                 part = part[:numel]
             if part.shape != param.local_shard.shape:
                 part = part.view(param.local_shard.shape)
-            if part.dtype is not param.local_shard.dtype:
-                if part.is_complex() and not param.local_shard.is_complex():
+            dtype = param.parameter.grad_dtype or part.dtype
+            if part.dtype is not dtype:
+                if part.is_complex() and not dtype.is_complex:
                     part = part.real.contiguous()
-                part = part.to(param.local_shard.dtype)
+                part = part.to(dtype)
             before = param.parameter.grad
             if before is None:
                 # Reuse the spec object: optimizer operators compare both specs, which is fast for one object.
                 spec: Any = param.parameter._spec  # type: ignore[attr-defined]
-                param.parameter.grad = DTensor(part, spec, requires_grad=False)
+                param.parameter.grad = (
+                    DTensor(part, spec, requires_grad=False)
+                    if dtype is param.local_shard.dtype
+                    else around(part, spec)
+                )
             else:
                 local_shard_of(before).add_(part)
             # Autograd did not set this gradient, so the post-accumulate-grad hooks must be called here.

@@ -123,9 +123,8 @@ class ShardedParam:
         self.mesh_groups = mesh_groups
         # Tensor parallelism may have sharded the parameter already.
         local = local_tensor(original.detach())
-        dim = 0 if placement is None else placement.dim % original.ndim
+        self.dim = dim = 0 if placement is None else placement.dim % original.ndim
         self.shape = local.shape
-        self.dim = dim
         self.num_shards = mesh_groups.num_shards
         self.chunk_numel = padded_shard_numel(self.shape, dim, self.num_shards)
         self._tensor_parallel = (
@@ -170,7 +169,7 @@ class ShardedParam:
         """Creates the sharded parameter around `local_shard`, in place of the user's parameter."""
         original = self.parameter
         self.parameter = nn.Parameter(
-            _around(self.local_shard, self._spec), requires_grad=original.requires_grad
+            around(self.local_shard, self._spec), requires_grad=original.requires_grad
         )
         # `nn.Parameter` detaches, which replaces the local tensor. Restore it.
         set_local_shard(self.parameter, self.local_shard)
@@ -184,16 +183,20 @@ class ShardedParam:
         vars(self.parameter).update(self._user_attributes)
         share_hooks(original, self.parameter)
 
+    def accumulates_in(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype of gradients of ``dtype`` before the reduction: the user's ``grad_dtype``, else ``dtype``."""
+        chosen = self.parameter.grad_dtype
+        return dtype if chosen in (None, self.parameter.dtype) else chosen
+
     # --- the unsharded parameter ---
 
     def use_leaf(self, plain_leaf: nn.Parameter, reduce_dtype: torch.dtype) -> None:
         """Uses a new leaf, after the bucket has allocated new memory for it."""
-        inner = self._tensor_parallel
         self.plain_leaf = self.leaf = plain_leaf
-        if inner is not None:
+        if self._tensor_parallel is not None:
             # The DTensor that tensor parallelism needs.
             self.leaf = nn.Parameter(
-                _around(plain_leaf.data, inner), requires_grad=False
+                around(plain_leaf.data, self._tensor_parallel), requires_grad=False
             )
         self.is_trained = self.parameter.requires_grad
         self.leaf.requires_grad_(self.is_trained)
@@ -228,7 +231,7 @@ class ShardedParam:
         return gradient
 
 
-def _around(local: torch.Tensor, spec: dtensor_spec.DTensorSpec) -> DTensor:
+def around(local: torch.Tensor, spec: dtensor_spec.DTensorSpec) -> DTensor:
     """Wraps a local tensor of any dtype in a DTensor, without communication and without autograd."""
     meta = spec.tensor_meta
     assert meta is not None

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from minifsdp.cases import torch_registry
 from minifsdp.cases.default_mesh import default_mesh
 from minifsdp.cases.full_mesh import FullMesh
+from minifsdp.cases.grad_dtypes import keep_grad_dtypes
 from minifsdp.cases.of_fully_shard import BUCKETS, PLACEMENTS, STATES
 from minifsdp.cases.optimizer_steps import optimizer_steps
 from minifsdp.cases.second_places import find_second_places
@@ -258,6 +259,7 @@ def _make_unit(
 ) -> Unit[PerParameterLayout]:
     # 2. The layout takes the values and registers DTensors on the modules.
     layout = PerParameterLayout(params, options)
+    keep_grad_dtypes(layout, parameters)
     ownership.take(parameters)
     optimizer_steps.add(layout)
     dtype = options.precision.reduces_in(layout.dtype)

@@ -25,6 +25,7 @@ import torch
 import torch.distributed.fsdp as torch_fsdp
 
 from minifsdp.cases.added_methods import AddedMethods
+from minifsdp.cases.grad_dtypes import kept_grad_dtypes
 from minifsdp.cases.hook_streams import on_stream
 from minifsdp.cases.replaced_parameters import accept_changes
 from minifsdp.cases.smaller_mesh import leave_smaller_mesh
@@ -279,7 +280,8 @@ class FSDPModule(AddedMethods):
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Applies ``to``, ``half`` or ``to_empty`` to the shards. The unit adapts at its next use (FS2-28)."""
         self.reshard()
-        return super()._apply(*args, **kwargs)  # type: ignore[misc]
+        with kept_grad_dtypes(self.parameters()):  # type: ignore[attr-defined]
+            return super()._apply(*args, **kwargs)  # type: ignore[misc]
 
     @outside_inference_mode
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:

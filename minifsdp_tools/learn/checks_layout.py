@@ -269,7 +269,7 @@ def around_shard() -> None:
     spec = _spec_of(original, init_device_mesh("cpu", (2,)))
     shard = original.chunk(2)[rank]
     with CommDebugMode() as comm:
-        tensor = sharded_param._around(shard, spec)
+        tensor = sharded_param.around(shard, spec)
     expect(
         {
             "no-dtensor": isinstance(tensor, DTensor),
@@ -287,7 +287,7 @@ def around_shard() -> None:
         got=tuple(tensor.shape),
         rank=rank,
     )
-    half = sharded_param._around(shard.bfloat16(), spec)
+    half = sharded_param.around(shard.bfloat16(), spec)
     described = half._spec.tensor_meta and half._spec.tensor_meta.dtype
     same = (half.shape, half.stride(), half._spec.placements)
     expect(
@@ -303,7 +303,7 @@ def around_shard() -> None:
         placements=half._spec.placements,
     )
     columns = original[:, rank : rank + 1]
-    tensor = sharded_param._around(columns, _spec_of(original, spec.mesh, 1))
+    tensor = sharded_param.around(columns, _spec_of(original, spec.mesh, 1))
     expect(
         {
             "copied": tensor._local_tensor.data_ptr() == columns.data_ptr(),

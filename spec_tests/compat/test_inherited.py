@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
@@ -80,20 +79,6 @@ def test_every_public_function_of_torch_s_wrapper_is_one_of_ours() -> None:
 
 
 # --- functions and options of torch that minifsdp does not offer ---
-
-
-@pytest.mark.spec("NEW-18")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
-@pytest.mark.parametrize("is_sharded", [False, True])
-@ranks(2)
-def test_a_gradient_of_another_dtype_is_refused_before_or_after_sharding(is_sharded: bool, dtype: Any) -> None:
-    """``fully_shard`` of torch follows ``grad_dtype`` since 2.15."""
-    layer = nn.Linear(4, 4).to(device())
-    if is_sharded:
-        minifsdp.fully_shard(layer)
-    layer.weight.grad_dtype = dtype
-    with pytest.raises(NotImplementedError, match=rf"'weight'.* grad_dtype={dtype}"):
-        minifsdp.fully_shard(layer) if not is_sharded else layer(torch.ones(1, 4, device=device()))
 
 
 @pytest.mark.spec("NEW-18")

@@ -14,7 +14,7 @@ def _make_spec(self, original: nn.Parameter, mesh: DeviceMesh) -> DTensorSpec:
     return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
 
 
-def _around(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+def around(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
     meta = spec.tensor_meta._replace(dtype=local.dtype)
     own = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
     return DTensor(local, own, requires_grad=False)

@@ -1,0 +1,205 @@
+"""``grad_dtype`` of a parameter: the dtype of its ``.grad``, in which it is accumulated and reduced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+
+import minifsdp
+from minifsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from spec_tests.harness import device, ranks
+
+BF16 = torch.bfloat16
+LIBRARIES: dict[str, Any] = {"minifsdp": minifsdp}
+if hasattr(Tensor, "_has_grad_dtype_override"):
+    LIBRARIES["torch"] = torch_fsdp
+
+# In bfloat16, 1 + 1 / 256 is 1. So a sum in bfloat16 loses the second number.
+SMALL = 1 / 256
+
+
+def layer() -> nn.Linear:
+    """A layer in bfloat16. The gradient of its weight is float32."""
+    model = nn.Linear(2, 2, device=device(), dtype=BF16)
+    model.weight.grad_dtype = torch.float32
+    return model
+
+
+def ones(factor: float) -> Tensor:
+    return torch.full((1, 2), factor, device=device(), dtype=BF16)
+
+
+def one_or_small() -> Tensor:
+    """The gradient of the weight is 1 on rank 0 and 1 / 256 on rank 1."""
+    return ones(1.0 if dist.get_rank() == 0 else SMALL)
+
+
+def full(gradient: Any) -> Tensor:
+    return gradient.full_tensor()
+
+
+@pytest.mark.spec("NEW-18")
+@pytest.mark.parametrize("library", LIBRARIES)
+@ranks(2)
+def test_without_a_reduce_dtype_the_reduction_uses_it(library: str) -> None:
+    model: Any = LIBRARIES[library].fully_shard(layer())
+
+    model(one_or_small()).sum().backward()
+
+    assert model.weight.grad.dtype is model.weight.grad.to_local().dtype is torch.float32
+    assert torch.equal(full(model.weight.grad), torch.full((2, 2), (1 + SMALL) / 2, device=device()))
+    # The bias has no choice, so its gradient has its dtype.
+    assert model.bias.grad.dtype is BF16
+    assert torch.equal(full(model.bias.grad), torch.ones(2, device=device(), dtype=BF16))
+
+
+@pytest.mark.spec("NEW-18")
+@pytest.mark.parametrize(("reduce_dtype", "mean"), [(BF16, 0.5), (torch.float32, (1 + SMALL) / 2)])
+@pytest.mark.parametrize("library", LIBRARIES)
+@ranks(2)
+def test_a_reduce_dtype_is_used_and_the_result_is_cast(library: str, reduce_dtype: torch.dtype, mean: float) -> None:
+    fsdp = LIBRARIES[library]
+    model: Any = fsdp.fully_shard(layer(), mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+
+    model(one_or_small()).sum().backward()
+
+    assert (model.weight.grad.dtype, model.bias.grad.dtype) == (torch.float32, BF16)
+    assert torch.equal(full(model.weight.grad), torch.full((2, 2), mean, device=device()))
+
+
+@pytest.mark.spec("NEW-18")
+@pytest.mark.parametrize("library", LIBRARIES)
+@ranks(2)
+def test_none_keeps_the_dtype_of_the_reduction(library: str) -> None:
+    fsdp = LIBRARIES[library]
+    model: Any = nn.Linear(2, 2, device=device(), dtype=BF16)
+    model.weight.grad_dtype = None
+    fsdp.fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32))
+
+    model(one_or_small()).sum().backward()
+
+    assert (model.weight.grad.dtype, model.bias.grad.dtype) == (torch.float32, BF16)
+    assert torch.equal(full(model.weight.grad), torch.full((2, 2), (1 + SMALL) / 2, device=device()))
+
+
+@pytest.mark.spec("NEW-18")
+@pytest.mark.parametrize("library", LIBRARIES)
+@ranks(2)
+def test_a_choice_after_sharding_and_before_the_first_forward_counts(library: str) -> None:
+    model: Any = LIBRARIES[library].fully_shard(nn.Linear(2, 2, device=device(), dtype=BF16))
+    model.weight.grad_dtype = torch.float32
+
+    model(one_or_small()).sum().backward()
+
+    assert torch.equal(full(model.weight.grad), torch.full((2, 2), (1 + SMALL) / 2, device=device()))
+
+
+@pytest.mark.spec("NEW-18")
+@pytest.mark.parametrize("reduces", [False, True])
+@pytest.mark.parametrize("library", LIBRARIES)
+@ranks(2)
+def test_micro_batches_are_added_in_it(library: str, reduces: bool) -> None:
+    """With and without a reduction after the first micro-batch."""
+    model: Any = LIBRARIES[library].fully_shard(layer())
+
+    model.set_requires_gradient_sync(reduces)
+    model(ones(1.0)).sum().backward()
+    model.set_requires_gradient_sync(True)
+    model(ones(SMALL)).sum().backward()
+
+    assert torch.equal(full(model.weight.grad), torch.full((2, 2), 1 + SMALL, device=device()))
+
+
+@pytest.mark.spec("NEW-18")
+@ranks(4)
+def test_replicas_and_accumulation_without_all_reduce() -> None:
+    mesh = dist.device_mesh.init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
+    model: Any = fully_shard(layer(), mesh=mesh)
+
+    model.set_requires_all_reduce(False)
+    model(ones(1.0)).sum().backward()
+    model.set_requires_all_reduce(True)
+    model(ones(SMALL)).sum().backward()
+
+    assert torch.equal(full(model.weight.grad), torch.full((2, 2), 1 + SMALL, device=device()))
+
+
+@pytest.mark.spec("NEW-18")
+@ranks(2)
+def test_a_conversion_of_the_model_keeps_the_choice() -> None:
+    """Also that of a gradient that exists already."""
+    model: Any = fully_shard(layer().float())
+    model.weight.grad_dtype = torch.float64
+    model(ones(0.0).float()).sum().backward()
+
+    model.bfloat16()
+    assert (model.weight.grad.dtype, model.bias.grad.dtype) == (torch.float64, BF16)
+    state_dict = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state_dict, assign=True)
+    model(one_or_small()).sum().backward()
+
+    assert (model.weight.grad.dtype, model.bias.grad.dtype) == (torch.float64, BF16)
+    mean = torch.full((2, 2), (1 + SMALL) / 2, device=device(), dtype=torch.float64)
+    assert torch.equal(full(model.weight.grad), mean)
+
+
+@pytest.mark.spec("NEW-18")
+@ranks(2)
+def test_a_conversion_between_micro_batches_keeps_the_digits() -> None:
+    """The gradient that is not reduced yet stays in float32."""
+    model: Any = fully_shard(layer())
+    model.set_requires_gradient_sync(False)
+    model(ones(1.0)).sum().backward()
+    model(ones(SMALL)).sum().backward()
+
+    model.half()
+    model.set_requires_gradient_sync(True)
+    model(ones(0.0).half()).sum().backward()
+
+    assert torch.equal(full(model.weight.grad), torch.full((2, 2), 1 + SMALL, device=device()))
+
+
+@pytest.mark.spec("NEW-18")
+@pytest.mark.parametrize("pins", [False, True])
+@ranks(2)
+def test_offloaded_gradients_have_it(pins: bool) -> None:
+    model: Any = fully_shard(layer().cpu(), offload_policy=CPUOffloadPolicy(pin_memory=pins and device().type != "cpu"))
+
+    model(one_or_small()).sum().backward()
+
+    assert (model.weight.grad.dtype, model.bias.grad.dtype) == (torch.float32, BF16)
+    assert torch.equal(model.weight.grad.to_local(), torch.full((1, 2), (1 + SMALL) / 2))
+
+
+@pytest.mark.spec("NEW-18")
+@ranks(2)
+def test_a_parameter_without_elements_has_a_gradient_of_it() -> None:
+    model: Any = nn.Linear(2, 2, device=device(), dtype=BF16)
+    model.empty = nn.Parameter(torch.empty(0, 2, device=device(), dtype=BF16))
+    model.empty.grad_dtype = torch.float32
+    fully_shard(model)
+
+    (model(ones(1.0)).sum() + model.empty.sum()).backward()
+
+    assert (model.empty.grad.dtype, model.bias.grad.dtype) == (torch.float32, BF16)
+
+
+@pytest.mark.spec("NEW-18")
+@ranks(2)
+def test_a_step_and_clipping_use_the_digits_of_the_gradient() -> None:
+    """SGD adds the gradient in float32 to a weight in bfloat16. A master copy would do the same."""
+    model: Any = fully_shard(layer(), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    model(ones(1.0)).sum().backward()
+    model(ones(SMALL)).sum().backward()
+
+    norm: Any = nn.utils.clip_grad_norm_([model.weight], 1e9)
+
+    assert norm.full_tensor().item() == pytest.approx(2 * (1 + SMALL))
+    before = full(model.weight.detach()).float()
+    torch.optim.SGD([model.weight], lr=1.0).step()
+    assert torch.equal(full(model.weight.detach()), (before - (1 + SMALL)).bfloat16())
