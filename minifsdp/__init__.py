@@ -9,7 +9,7 @@ Names, arguments and results are those of ``torch.distributed.fsdp``. To read th
 from typing import Any as _Any
 
 from torch import nn as _nn
-from torch.distributed.fsdp import FlatParameter, OptimStateKeyType
+from torch.distributed.fsdp import FlatParameter
 
 # Available as attributes after `import minifsdp`, like the modules of the same names in torch.
 from minifsdp import api as api
@@ -20,6 +20,7 @@ from minifsdp.api import *  # noqa: F403
 from minifsdp.batches import token_scale, token_weighted, while_all_have_data
 from minifsdp.cases.manual_finalization import GradientReductionHandle
 from minifsdp.checkpoint import loading as _loading
+from minifsdp.checkpoint.state_dict_options import OptimStateKeyType
 from minifsdp.compat import state_dict_functions as _state_dict_functions
 from minifsdp.compat.bfloat16 import bf16_supported
 from minifsdp.compat.state_dict_functions import *  # noqa: F403

@@ -1,25 +1,13 @@
 """User options at the same import path as in torch: ``from minifsdp.api import ShardingStrategy``.
 
-Except for `BackwardPrefetch`, which the engine defines, these are torch's own classes. They contain only data.
+The classes are documented in ``fsdp1/options.py`` and ``checkpoint/state_dict_options.py``.
 """
 
-from torch.distributed.fsdp.api import (
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+# `__all__` below lists the exported names.
+# ruff: noqa: F403, F405
 
-from minifsdp.engine.schedule import BackwardPrefetch
+from minifsdp.checkpoint.state_dict_options import *
+from minifsdp.fsdp1.options import *
 
 __all__ = [
     "BackwardPrefetch",

@@ -31,23 +31,11 @@ from typing import Any, NoReturn, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import (
-    CPUOffload,
-    FlatParameter,
-    MixedPrecision,
-    OptimStateDictConfig,
-    OptimStateKeyType,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from torch.distributed.fsdp import FlatParameter
 from torch.distributed.fsdp._common_utils import _FSDPState
 from torch.distributed.fsdp.fully_sharded_data_parallel import (
-    HYBRID_SHARDING_STRATEGIES,
     LOW_PRECISION_HOOKS,
     HandleTrainingState,
-    ProcessGroupType,
     TrainingState,
 )
 from torch.optim import Optimizer
@@ -62,7 +50,11 @@ from minifsdp.checkpoint import (
 )
 from minifsdp.checkpoint import state_dict_options as options
 from minifsdp.checkpoint.codec import NamedOptimizer
-from minifsdp.checkpoint.state_dict_options import Form
+from minifsdp.checkpoint.state_dict_options import (
+    Form,
+    OptimStateKeyType,
+    StateDictType,
+)
 from minifsdp.checks import arguments, ownership
 from minifsdp.checks.arguments import OPTIMIZER, Kind, is_a, or_none, require
 from minifsdp.compat import optim_state_legacy
@@ -73,6 +65,13 @@ from minifsdp.engine.flat_params import FLAT_NAME as FLAT_PARAM
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.fsdp1 import build
+from minifsdp.fsdp1.build import HYBRID_SHARDING_STRATEGIES
+from minifsdp.fsdp1.options import (
+    CPUOffload,
+    MixedPrecision,
+    ProcessGroupType,
+    ShardingStrategy,
+)
 from minifsdp.fsdp1.training import TrainingMethods
 from minifsdp.fsdp1.wrap import CustomPolicy, ModuleWrapPolicy, auto_wrap
 from minifsdp.fsdp1.wrapper import PREFIX as FSDP_PREFIX
@@ -188,7 +187,7 @@ class FullyShardedDataParallel(TrainingMethods, TorchNames, _FSDPState):  # type
         self.rank = self.process_group.rank()
         self.world_size = self.process_group.size()
         self._device_mesh = device_mesh
-        self.sharding_strategy = build.strategy_on(self._mesh, strategy)
+        self.sharding_strategy = build.strategy_on(self._mesh, strategy)  # type: ignore[assignment]
         self.cpu_offload = cpu_offload or CPUOffload()
         self.backward_prefetch = backward_prefetch
         self.forward_prefetch = forward_prefetch
@@ -287,9 +286,9 @@ class FullyShardedDataParallel(TrainingMethods, TorchNames, _FSDPState):  # type
     def set_state_dict_type(
         module: nn.Module,
         state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
-    ) -> StateDictSettings:
+        state_dict_config: options.StateDictConfig | None = None,
+        optim_state_dict_config: options.OptimStateDictConfig | None = None,
+    ) -> options.StateDictSettings:
         """Sets the form for all units in ``module``, equal on all ranks. Returns the previous form (SD-CFG-02 to 07).
 
         Raises:
@@ -305,7 +304,7 @@ class FullyShardedDataParallel(TrainingMethods, TorchNames, _FSDPState):  # type
         )
 
     @staticmethod
-    def get_state_dict_type(module: nn.Module) -> StateDictSettings:
+    def get_state_dict_type(module: nn.Module) -> options.StateDictSettings:
         """The form of all units in ``module`` (SD-CFG-09).
 
         Raises:
@@ -318,8 +317,8 @@ class FullyShardedDataParallel(TrainingMethods, TorchNames, _FSDPState):  # type
     def state_dict_type(
         module: nn.Module,
         state_dict_type: StateDictType,
-        state_dict_config: StateDictConfig | None = None,
-        optim_state_dict_config: OptimStateDictConfig | None = None,
+        state_dict_config: options.StateDictConfig | None = None,
+        optim_state_dict_config: options.OptimStateDictConfig | None = None,
     ) -> AbstractContextManager[None]:
         """Sets the form like `set_state_dict_type`, for the duration of a ``with`` block (SD-CFG-08)."""
         require(arguments.MODULE, "state_dict_type", module=module)

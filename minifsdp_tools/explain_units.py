@@ -37,9 +37,9 @@ from minifsdp.engine.layout import Layout, ParamInfo, full_name, owned_parameter
 from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import rank_of_this_process
 from minifsdp.engine.per_param import PerParameterLayout
-from minifsdp.engine.schedule import BackwardPrefetch
 from minifsdp.engine.shards import shard_shape
 from minifsdp.engine.unit import Unit, modules_of_unit
+from minifsdp.fsdp1.options import BackwardPrefetch
 from minifsdp.fsdp1.wrapper import Wrapper, clean_name, is_wrapper
 from minifsdp.fsdp2.fsdp_state import state_of, states_in
 from minifsdp.fsdp2.module import FSDPModule

@@ -53,11 +53,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import StateDictType
 from torch.distributed.tensor import DTensor
 
 from minifsdp.checkpoint import tensors
-from minifsdp.checkpoint.state_dict_options import Form
+from minifsdp.checkpoint.state_dict_options import Form, StateDictType
 from minifsdp.engine import collectives
 from minifsdp.engine.flat_params import FLAT_NAME
 from minifsdp.engine.flat_tensor import distributed_tensor, local_values

@@ -13,8 +13,7 @@ The form applies to a whole tree and is stored in its wrappers, because ``state_
 set permanently, or for the duration of a ``with`` block. The wrappers also store the values that their hooks exchange
 while ``nn.Module`` walks over the tree.
 
-*In torch:* the same classes of ``api.py``, which programs and torch's functions share. The three functions are static
-methods of the wrapper.
+*In torch:* the classes are in ``api.py``, the three functions are static methods of the wrapper.
 
 Spec: SD-CFG-01 to SD-CFG-18.
 """
@@ -22,24 +21,136 @@ Spec: SD-CFG-01 to SD-CFG-18.
 from collections.abc import Generator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any, Self
 
 from torch import nn
-from torch.distributed.fsdp.api import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
 
 from minifsdp.engine.messages import message
 from minifsdp.fsdp1.wrapper import Wrapper, clean_name
+
+
+class StateDictType(Enum):
+    """The form of a state dict; see the table above."""
+
+    FULL_STATE_DICT = auto()
+    LOCAL_STATE_DICT = auto()
+    SHARDED_STATE_DICT = auto()
+
+
+class OptimStateKeyType(Enum):
+    """The keys of an optimizer state dict: original parameter names, or numbers as in a plain optimizer."""
+
+    PARAM_NAME = auto()
+    PARAM_ID = auto()
+
+
+@dataclass
+class StateDictConfig:
+    """Base class; use a subclass.
+
+    Attributes:
+        offload_to_cpu: move values to the CPU, unit by unit.
+    """
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class FullStateDictConfig(StateDictConfig):
+    """For the full form.
+
+    Attributes:
+        offload_to_cpu: move values to the CPU, unit by unit.
+        rank0_only: the first rank gets all entries, the others an empty dict.
+    """
+
+    rank0_only: bool = False
+
+
+@dataclass
+class LocalStateDictConfig(StateDictConfig):
+    """For the local form.
+
+    Attributes:
+        offload_to_cpu: move the local shards to the CPU.
+    """
+
+
+@dataclass
+class ShardedStateDictConfig(StateDictConfig):
+    """For the sharded form.
+
+    Attributes:
+        offload_to_cpu: move this rank's rows to the CPU.
+        _use_dtensor: values are ``DTensor`` instead of ``ShardedTensor``. A wrapper with a ``device_mesh`` always has
+            ``DTensor`` values.
+    """
+
+    _use_dtensor: bool = False
+
+
+@dataclass
+class OptimStateDictConfig:
+    """Base class for optimizer state dicts; use a subclass.
+
+    Attributes:
+        offload_to_cpu: move values to the CPU, unit by unit.
+    """
+
+    offload_to_cpu: bool = True
+
+
+@dataclass
+class FullOptimStateDictConfig(OptimStateDictConfig):
+    """For the full form.
+
+    Attributes:
+        offload_to_cpu: move values to the CPU, unit by unit.
+        rank0_only: the first rank gets the state, the others an empty dict.
+    """
+
+    rank0_only: bool = False
+
+
+@dataclass
+class ShardedOptimStateDictConfig(OptimStateDictConfig):
+    """For the sharded form.
+
+    Attributes:
+        offload_to_cpu: move this rank's rows to the CPU.
+        _use_dtensor: values are ``DTensor`` instead of ``ShardedTensor``. A wrapper with a ``device_mesh`` always has
+            ``DTensor`` values.
+    """
+
+    _use_dtensor: bool = False
+
+
+@dataclass
+class LocalOptimStateDictConfig(OptimStateDictConfig):
+    """For the local form. The optimizer's state then has the sharded form.
+
+    Attributes:
+        offload_to_cpu: move this rank's rows to the CPU; off by default.
+    """
+
+    offload_to_cpu: bool = False
+
+
+@dataclass
+class StateDictSettings:
+    """A type with the configurations for the model and for the optimizer.
+
+    Attributes:
+        state_dict_type: the form; ``None`` if a module has no unit.
+        state_dict_config: the configuration for the model, of the class that belongs to the form.
+        optim_state_dict_config: the configuration for the optimizer, of the class that belongs to the form.
+    """
+
+    state_dict_type: StateDictType | None
+    state_dict_config: StateDictConfig | None
+    optim_state_dict_config: OptimStateDictConfig | None
+
 
 _CONFIGS: dict[
     StateDictType, tuple[type[StateDictConfig], type[OptimStateDictConfig]]
@@ -194,8 +305,7 @@ def get_type(module: nn.Module) -> StateDictSettings:
         (clean_name(path), state_of(wrapper).settings)
         for path, wrapper in named_wrappers(module)
     ]
-    no_settings: Any = (None, None, None)
-    first_name, first = found[0] if found else ("", StateDictSettings(*no_settings))
+    first_name, first = found[0] if found else ("", StateDictSettings(None, None, None))
     for name, other in found:
         if other != first:
             raise AssertionError(

@@ -29,12 +29,11 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import OptimStateKeyType
 from torch.optim import Optimizer
 
 from minifsdp.checkpoint import optim_state
 from minifsdp.checkpoint.codec import NamedOptimizer, parameters_of, regrouped
-from minifsdp.checkpoint.state_dict_options import Form
+from minifsdp.checkpoint.state_dict_options import Form, OptimStateKeyType
 from minifsdp.checks import optimizer_states
 from minifsdp.checks.arguments import MODULE, OPTIMIZER, require, warn_renamed
 from minifsdp.engine.messages import message, warn

@@ -61,7 +61,6 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict as set_without_wrappers,
 )
-from torch.distributed.fsdp import StateDictType
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -74,7 +73,7 @@ from minifsdp.checkpoint.codec import (
     tensor_parallel_groups,
 )
 from minifsdp.checkpoint.loading import reshard_all
-from minifsdp.checkpoint.state_dict_options import Form, named_wrappers
+from minifsdp.checkpoint.state_dict_options import Form, StateDictType, named_wrappers
 from minifsdp.checkpoint.tensors import is_sharded, value_of_first_rank
 from minifsdp.checks import agreement
 from minifsdp.engine.exchange import groups_of

@@ -16,7 +16,7 @@ Worked example, one unit of 3 and 1 elements on two ranks. Rank 0's shard ``[a0 
 ``[a2 b0]`` one of each. After the conversion on rank 1, both are float32 there, ``a`` and ``b`` with one element each.
 
 The functions of ``torch.distributed.checkpoint.state_dict`` set three more attributes before they call
-``state_dict()``. They also check each module with
+``state_dict()``. Their values are of torch's classes, so they are converted. They also check each module with
 ``isinstance`` for torch's wrapper, before they remove its prefix from names. So at this place alone, ``__class__`` of a
 wrapper is a subclass of torch's class. This class is only
 compared: nothing is inherited from it. Then torch's functions save and load the model correctly. They do not support
@@ -34,14 +34,17 @@ Spec: NAMES-08, NAMES-11, NAMES-12, ORIG-01, SD-CFG-02, START-08, START-09, PROG
 import dataclasses
 import functools
 import sys
+from enum import Enum
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint import state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
+from torch.distributed.fsdp import api as torch_api
 from torch.distributed.fsdp.fully_sharded_data_parallel import TrainingState
 
+from minifsdp.checkpoint import state_dict_options
 from minifsdp.checkpoint.state_dict_options import settings_for, state_of
 from minifsdp.engine.messages import message
 from minifsdp.engine.unit import Phase
@@ -110,18 +113,19 @@ def _torchs_class(own: Any) -> type:
 
 
 def setting(name: str) -> property:
-    """A property for a field of the state dict settings."""
+    """A property for a field of the state dict settings, read and written as instances of torch's classes."""
 
     def read(wrapper: Wrapper) -> Any:
-        return getattr(state_of(wrapper).settings, name)
+        return _translated(getattr(state_of(wrapper).settings, name), torch_api)
 
     def write(wrapper: Wrapper, value: Any) -> None:
         # Setting a type also sets its default configurations.
         is_type = name == "state_dict_type"
+        ours = _translated(value, state_dict_options)
         before = (
-            settings_for(value, None, None) if is_type else state_of(wrapper).settings
+            settings_for(ours, None, None) if is_type else state_of(wrapper).settings
         )
-        state_of(wrapper).settings = dataclasses.replace(before, **{name: value})
+        state_of(wrapper).settings = dataclasses.replace(before, **{name: ours})
 
     return property(read, write)
 
@@ -211,3 +215,9 @@ class TorchNames(Wrapper):
     _state_dict_type = setting("state_dict_type")
     _state_dict_config = setting("state_dict_config")
     _optim_state_dict_config = setting("optim_state_dict_config")
+
+
+def _translated(value: Any, into: Any) -> Any:
+    """Converts a type or configuration to the class of the same name in ``into``."""
+    target = getattr(into, type(value).__name__)
+    return target[value.name] if isinstance(value, Enum) else target(**vars(value))

@@ -22,10 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffload, ShardingStrategy
-from torch.distributed.fsdp.fully_sharded_data_parallel import (
-    HYBRID_SHARDING_STRATEGIES,
-)
 
 from minifsdp.cases.node_groups import node_groups
 from minifsdp.checks import arguments
@@ -35,11 +31,16 @@ from minifsdp.engine.flat import FlatLayout
 from minifsdp.engine.mesh import Group, MeshGroups, default_group
 from minifsdp.engine.messages import message, warn
 from minifsdp.engine.unit import Unit, modules_of_unit
+from minifsdp.fsdp1.options import CPUOffload, ShardingStrategy
 from minifsdp.fsdp1.wrap import require_policy
 
 # All units of this API use the flat layout.
 FlatUnit = Unit[FlatLayout]
 
+HYBRID_SHARDING_STRATEGIES = [
+    ShardingStrategy.HYBRID_SHARD,
+    ShardingStrategy._HYBRID_SHARD_ZERO2,
+]
 RESHARDS_AFTER_FORWARD = (ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD)
 
 

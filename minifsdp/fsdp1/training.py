@@ -35,9 +35,6 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp.fully_sharded_data_parallel import (
-    HYBRID_SHARDING_STRATEGIES,
-)
 
 from minifsdp.cases.summoned_gradients import SummonedGradients
 from minifsdp.checks import arguments, ownership
@@ -48,6 +45,7 @@ from minifsdp.engine.mesh import Group
 from minifsdp.engine.messages import message, rank_of_this_process, warn
 from minifsdp.engine.shards import local_tensor
 from minifsdp.engine.unit import Phase
+from minifsdp.fsdp1.build import HYBRID_SHARDING_STRATEGIES
 from minifsdp.fsdp1.full_params import UnitIsBusyError, summoned
 from minifsdp.fsdp1.wrapper import Wrapper, units_in
 

@@ -50,6 +50,17 @@ def test_every_difference_from_the_installed_torch_is_a_row_of_the_page() -> Non
     assert sorted(explained - found) == [], "there is no such difference, remove the row of docs/api.md"
 
 
+@pytest.mark.spec("NAMES-13")
+def test_no_public_name_is_an_object_of_torch() -> None:
+    """A program that replaces torch's names by these can see which ones are replaced."""
+    modules = [(path, ours) for _, path, ours in MODULES if path.startswith("torch.distributed.fsdp")]
+    for path, ours in modules:
+        theirs = importlib.import_module(path)
+        for name in {*getattr(theirs, "__all__", ())}:
+            found = getattr(importlib.import_module(ours), name)
+            assert found is not getattr(theirs, name), f"{ours}.{name}"
+
+
 def test_the_comparison_finds_missing_names_and_other_defaults() -> None:
     names = {prefix + name for prefix, path, _ in MODULES for name in names_of(importlib.import_module(path))}
     assert {"FullyShardedDataParallel", "wrap._or_policy", "_fully_shard.Comm", "state_dict.get_state_dict"} <= names

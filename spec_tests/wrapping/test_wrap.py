@@ -22,12 +22,12 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import minifsdp.wrap
+from minifsdp.fsdp1.options import MixedPrecision
 from minifsdp.fsdp1.wrap import auto_wrap, choose, require_policy
 from minifsdp.wrap import default_auto_wrap_policy
 from spec_tests import subject
 from spec_tests.subject import (
     CustomPolicy,
-    MixedPrecision,
     ModuleWrapPolicy,
     always_wrap_policy,
     lambda_auto_wrap_policy,

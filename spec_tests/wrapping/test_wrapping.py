@@ -19,11 +19,11 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from minifsdp.fsdp1.options import MixedPrecision
 from minifsdp.fsdp1.wrap import apply
 from spec_tests import subject
 from spec_tests.subject import (
     CustomPolicy,
-    MixedPrecision,
     ModuleWrapPolicy,
     always_wrap_policy,
     enable_wrap,
