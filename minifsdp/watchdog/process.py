@@ -43,7 +43,7 @@ from minifsdp.engine.messages import (
     message,
     rank_of_this_process,
 )
-from minifsdp.watchdog import report
+from minifsdp.watchdog import linux, report
 from minifsdp.watchdog.watchdog import Watchdog
 
 FOLDER = "MINIFSDP_LEDGER_DIR"  # the folder of report files
@@ -72,6 +72,8 @@ def start() -> None:
         and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     )
     log.watchdog = Watchdog(store, is_first and isinstance(own, TCPStore))
+    if dist.get_rank() == 0:
+        linux.note_what_is_off()
 
 
 def _stop(_: Any) -> None:
@@ -104,7 +106,7 @@ def _let_threads_finish() -> None:
     """
     time.sleep(report.HASTE)
     # On a machine with a high load, gloo's thread may still wait for a CPU.
-    report.comes_true(lambda: not report.another_thread_runs(), 0.45)
+    report.comes_true(lambda: not linux.another_thread_runs(), 0.45)
 
 
 def _leave_exit_record(watchdog: Watchdog) -> None:

@@ -38,12 +38,8 @@ Spec: LEDGER-02, LEDGER-04, LEDGER-05, LEDGER-13, LEDGER-14, LEDGER-16, LEDGER-1
 """
 
 import json
-import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -56,6 +52,7 @@ from minifsdp.checks.collective_log import (
 )
 from minifsdp.checks.place import place_as_text, way_out_of_main_thread
 from minifsdp.engine.messages import rank_of_this_process
+from minifsdp.watchdog.linux import has_ended, this_process
 
 State = dict[str, Any]
 Line = list[
@@ -67,7 +64,6 @@ EXIT_RECORD = 1 << 60  # the number of an answer to all questions
 HASTE = 0.05  # seconds between two reads while answers are expected
 _DESTROYED = "destroyed"  # the key that counts the ranks that have destroyed the group
 _HOST = 0  # the rank that hosts the store, if no launcher does
-_SYSTEM = Path("/proc")
 # The reason if other ranks cannot be queried.
 GONE = "The state of the other ranks is unknown: the host of the store, usually rank 0, has ended."
 SILENT = "The state of the other ranks is unknown: the store does not answer. Its host is stopped or out of reach."
@@ -280,50 +276,6 @@ def comes_true(condition: Callable[[], bool], limit: float) -> bool:
     while not (is_true := condition()) and time.monotonic() <= until:
         time.sleep(HASTE)
     return is_true
-
-
-# --- processes of this machine ---
-
-
-def this_process() -> list[str]:
-    """Machine and number of this process; the machine is empty if unknown, as on systems other than Linux.
-
-    The machine is its boot ID and the PID namespace, which differs between two containers on one machine.
-    """
-    try:
-        boot = (_SYSTEM / "sys/kernel/random/boot_id").read_text().strip()
-        return [f"{boot} {(_SYSTEM / 'self/ns/pid').readlink()}", str(os.getpid())]
-    except OSError:
-        return ["", str(os.getpid())]
-
-
-def has_ended(process: list[str]) -> bool:
-    """Whether a process of this machine (see `this_process`) has ended, even if its parent has not reaped it yet."""
-    machine, number = process
-    if not machine or machine != this_process()[0]:
-        return False
-    try:
-        return _state_in(_SYSTEM / number) in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
-def another_thread_runs() -> bool:
-    """Whether another thread of this process runs or waits for a CPU. ``False`` if the system does not show it."""
-    for thread in (_SYSTEM / "self/task").glob("*"):
-        with suppress(OSError):
-            if (
-                thread.name != str(threading.get_native_id())
-                and _state_in(thread) == "R"
-            ):
-                return True
-    return False
-
-
-def _state_in(folder: Path) -> str:
-    """The letter of a process or thread for its state."""
-    # The state follows the name in parentheses, which may itself contain parentheses.
-    return (folder / "stat").read_text().rpartition(")")[2].split()[0]
 
 
 class StoreChannel:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from minifsdp.watchdog import report
+from minifsdp.watchdog import linux
+from minifsdp.watchdog.linux import another_thread_runs, has_ended, this_process
 from minifsdp.watchdog.process import _let_threads_finish
-from minifsdp.watchdog.report import another_thread_runs, has_ended, this_process
 from spec_tests.waiting import comes_true
 
 pytestmark = pytest.mark.pure
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.pure
 @pytest.fixture
 def other() -> Iterator[subprocess.Popen[str]]:
     """A process that prints its machine and process ID, and then sleeps."""
-    program = "from minifsdp.watchdog import report; print(*report.this_process(), flush=True); input()"
+    program = "from minifsdp.watchdog import linux; print(*linux.this_process(), flush=True); input()"
     root, pipe = Path(__file__).parents[2], subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", program], stdin=pipe, stdout=pipe, text=True, cwd=root) as it:
         yield it
@@ -53,7 +53,7 @@ def test_process_of_other_machine_is_not_reported_as_ended() -> None:
 
 @pytest.mark.spec("LEDGER-18")
 def test_missing_proc_filesystem_gives_no_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report, "_SYSTEM", tmp_path)
+    monkeypatch.setattr(linux, "SYSTEM", tmp_path)
     assert this_process()[0] == ""
     assert not has_ended(this_process())
 
@@ -61,8 +61,8 @@ def test_missing_proc_filesystem_gives_no_report(tmp_path: Path, monkeypatch: py
 @pytest.mark.spec("LEDGER-18")
 def test_a_name_with_spaces_and_parentheses_is_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = this_process()
-    monkeypatch.setattr(report, "this_process", lambda: process)
-    monkeypatch.setattr(report, "_SYSTEM", tmp_path)
+    monkeypatch.setattr(linux, "this_process", lambda: process)
+    monkeypatch.setattr(linux, "SYSTEM", tmp_path)
     (tmp_path / process[1]).mkdir()
     for state, over in {"S": False, "T": False, "Z": True, "X": True}.items():
         (tmp_path / process[1] / "stat").write_text(f"{process[1]} (a Z) Z) {state} 1 2 3")
