@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import importlib.util
 import json
 import os
@@ -192,10 +193,12 @@ def runs_folders(config: pytest.Config) -> bool:
 
 def each_choice(variants: list[pytest.Item]) -> list[pytest.Item]:
     """Few variants in which each value of each parameter occurs, chosen so that values occur about equally often."""
+    if variants[0].get_closest_marker("in_turn"):
+        return in_turn(variants, datetime.date.today().toordinal())
     values = {item: parameter_values(item) for item in variants}
     missing = set().union(*values.values())
     uses: Counter[tuple[str, str]] = Counter()
-    chosen = []
+    chosen: list[pytest.Item] = []
     while missing:
         best = max(
             variants, key=lambda item: (len(values[item] & missing), -sum(uses[value] for value in values[item]))
@@ -204,6 +207,13 @@ def each_choice(variants: list[pytest.Item]) -> list[pytest.Item]:
         uses.update(values[best])
         missing -= values[best]
     return chosen or variants
+
+
+def in_turn(variants: list[pytest.Item], day: int) -> list[pytest.Item]:
+    """As many variants as the marker ``in_turn(number)`` of their test says, other ones on the next day."""
+    (number,) = next(variants[0].iter_markers("in_turn")).args
+    first = day * number % len(variants)
+    return [*variants, *variants][first : first + min(number, len(variants))]
 
 
 def parameter_values(item: pytest.Item) -> set[tuple[str, str]]:

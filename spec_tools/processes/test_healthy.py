@@ -120,6 +120,7 @@ def problems(request: pytest.FixtureRequest) -> Iterator[dict[tuple[str, str], F
             future.cancel()
 
 
+@pytest.mark.in_turn(6)
 @pytest.mark.parametrize(("program", "launcher"), PARAMS)
 def test_program_ends_without_an_error_of_a_rank(
     program: str, launcher: str, problems: dict[tuple[str, str], Future[str]]

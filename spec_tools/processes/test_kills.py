@@ -46,6 +46,7 @@ def test_a_checkpoint_gets_its_name_after_its_files_are_on_the_disk(tmp_path: Pa
 
 @pytest.mark.pure
 @pytest.mark.spec("LEDGER-10", "HEALTHY-11")
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize(
     "restart",
     [

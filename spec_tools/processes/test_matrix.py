@@ -18,6 +18,7 @@ pytestmark = pytest.mark.pure
 
 
 @pytest.mark.spec("LEDGER-09", "LEDGER-02", "LEDGER-05", "FAULT-01", "FAULT-02", "FAULT-03")
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_other_ranks_end_in_time_and_the_job_continues(fault: str) -> None:
     """Two faults at each stage. APIs, shardings, victims and hosts of the store alternate.

@@ -9,10 +9,12 @@ import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from spec_tests.harness import session
 from spec_tests.harness.accounting import ROOT, TEST_FOLDERS, Accounting, kind_of_proof, read_rows, verdict
 from spec_tests.harness.programs import run_module
 from spec_tests.waiting import comes_true
@@ -138,6 +140,10 @@ from spec_tests.harness import ranks
 @pytest.mark.parametrize(("kind", "is_even"), [("a", True), ("a", False)])
 def test_variants(kind, is_even, size): pass
 
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("number", range(5))
+def test_in_turn(number): pass
+
 @pytest.mark.spec("CTOR-02")
 @ranks(2)
 def test_on_ranks(): pass
@@ -168,7 +174,18 @@ def test_options_choose_tests(
 ) -> None:
     listed = run_session(tmp_path, TESTS, "--collect-only", "-q", *arguments).stdout
     assert listed.count("::test_variants[") == num_variants
+    if "each" in arguments:
+        assert listed.count("::test_in_turn[") == 2
     assert len(re.findall(r"::test_o\w+$", listed, re.MULTILINE)) == num_others
+
+
+def test_variants_of_a_slow_test_run_in_turn() -> None:
+    mark = pytest.mark.in_turn(2).mark
+    variants: list[Any] = [SimpleNamespace(name=name, iter_markers=lambda _: iter([mark])) for name in "abcde"]
+
+    days = ["".join(one.name for one in session.in_turn(variants, day)) for day in range(5)]
+
+    assert days == ["ab", "cd", "ea", "bc", "de"]
 
 
 def test_every_test_module_imports_with_the_test_extra_alone(tmp_path: pathlib.Path) -> None:
