@@ -112,6 +112,7 @@ def test_a_model_on_one_mesh_trains_like_one_process(library: str, mesh: str) ->
 
 
 @pytest.mark.spec("NEW-31")
+@pytest.mark.in_turn(2)
 @pytest.mark.parametrize("mesh", LARGE_MESHES)
 @pytest.mark.parametrize("library", LIBRARIES)
 @ranks(8)
