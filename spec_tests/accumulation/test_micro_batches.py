@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZB
 from spec_tests.harness import device, ranks
 from spec_tests.models import apis, running
 from spec_tests.models.modules import seeded
+from spec_tests.models.values import full_values
 from spec_tests.oracles import count_collectives
-from spec_tests.subject import FSDPModule, fully_shard, trace
+from spec_tests.subject import FSDPModule, FullyShardedDataParallel, fully_shard, trace
 
 # --- backwards that follow later ---
 
@@ -159,4 +161,47 @@ def test_a_pipeline_over_sharded_stages_trains_as_the_plain_model(
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+    dist.barrier()
+
+
+def layer() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(device())
+
+
+@pytest.mark.spec("PROG-84")
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize(("schedule_class", "placement"), SCHEDULES[:4])
+@ranks(4)
+def test_a_pipeline_over_wrapped_stages_trains_as_the_plain_model(
+    schedule_class: Any, placement: list[tuple[int, ...]], use_orig_params: bool
+) -> None:
+    """The gradients of the micro-batches are reduced one by one, and added."""
+    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("pp", "dp"))
+    place, row = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    num_stages, mine = sum(map(len, placement)), placement[place]
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(layer() for _ in range(num_stages)))
+    wrap: Any = functools.partial(
+        FullyShardedDataParallel, process_group=mesh["dp"].get_group(), use_orig_params=use_orig_params
+    )
+    model = [wrap(nn.Sequential(*part[:2], wrap(part[2]))) for part in copy.deepcopy(plain)]
+    stages = [PipelineStage(model[i], i, num_stages, device(), group=mesh["pp"].get_group()) for i in mine]
+    schedule = schedule_class(stages[0] if len(stages) == 1 else stages, 4, loss_fn=loss)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, *(model[i] for i in mine))]
+
+    for _ in range(2):
+        batches = torch.randn(2, 2, 8, 8, device=device())
+        x, wanted = batches[row]
+        schedule.step(*[x] * (place == 0), target=wanted if num_stages - 1 in mine else None)
+        for x, wanted in batches:
+            (loss(plain(x), wanted) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for i in mine:
+        found, expected = full_values(model[i]), dict(plain[i].named_parameters())
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value.detach())
     dist.barrier()
