@@ -9,15 +9,18 @@ The weights are stored in bfloat16, and their gradients are added and reduced in
         loss(model(batch)).backward()
     model.weight.grad.dtype                 # torch.float32
 
-The engine reads the attribute: `ShardedParam.accumulates_in` is the dtype before the reduction, unless the policy has a
-``reduce_dtype``, and a reduced gradient is cast to ``grad_dtype``. ``None`` means any dtype, so it is not cast. Like
-other changes of dtypes, a choice counts from the next first forward or conversion.
+The engine reads the attribute. `ShardedParam.accumulates_in` is the dtype in which gradients are added and reduced,
+unless the policy has a ``reduce_dtype``. The reduction of a unit with several choices uses their common dtype. A
+reduced gradient is cast to ``grad_dtype``, except with ``None``, which means any dtype. Set the attribute before the
+first forward: a later choice does not change the dtype of the reduction.
 
-Without this case, the sharded parameters do not have the choice of the original ones. A conversion such as
-``model.half()`` loses it as well, because it swaps the contents of DTensors, and ``grad_dtype`` is not a part of them.
+Without this case, the sharded parameters do not have the choice of the original ones, and autograd adds the gradients
+of one backward in the dtype of the computation. A conversion such as ``model.half()`` loses the choice as well, because
+it swaps the contents of DTensors, and ``grad_dtype`` is not a part of them. A choice that equals the dtype of the
+parameter counts as no choice.
 
-*In torch:* ``FSDPModule._apply`` and ``_capture_grad_dtype_policy`` of ``FSDPParam``. Before 2.15, torch ignores the
-attribute.
+*In torch:* ``FSDPModule._apply`` and ``_capture_grad_dtype_policy`` of ``FSDPParam``. Before 2.15, torch's FSDP ignores
+the attribute.
 
 Spec: NEW-18.
 """
@@ -44,6 +47,15 @@ def keep_grad_dtypes(
     for param, original in zip(layout.params, originals, strict=True):
         keep_grad_dtype(original, param.parameter)
     layout.choose_dtype()
+    add_in_grad_dtype(layout)
+
+
+def add_in_grad_dtype(layout: PerParameterLayout) -> None:
+    """Makes autograd add the gradients of one backward in the dtype of the reduction, if the user has a choice."""
+    for param in layout.params:
+        if param.parameter.grad_dtype not in (None, param.parameter.dtype):
+            dtype = layout.precision.reduces_in(param.parameter.grad_dtype)
+            param.leaf.grad_dtype = dtype
 
 
 @contextmanager
@@ -53,8 +65,10 @@ def kept_grad_dtypes(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
     before = [(p, p.grad_dtype, p.grad) for p in chosen]
     for parameter in chosen:
         parameter.grad = None
-    yield
-    for parameter, dtype, gradient in before:
-        parameter.grad_dtype = dtype
-        if gradient is not None:
-            parameter.grad = gradient.to(parameter.device)
+    try:
+        yield
+    finally:
+        for parameter, dtype, gradient in before:
+            parameter.grad_dtype = dtype
+            if gradient is not None:
+                parameter.grad = gradient.to(parameter.device)

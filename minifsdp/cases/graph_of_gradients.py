@@ -20,7 +20,6 @@ Spec: PROG-25.
 from minifsdp.engine.layout import Gradient
 from minifsdp.engine.messages import message
 from minifsdp.engine.root import RootState
-from minifsdp.engine.sharded_param import REQUIRES_GRAD
 from minifsdp.engine.unit import Unit
 
 
@@ -35,5 +34,5 @@ class GraphOfGradients:
         root_state.iteration.points.held_gradient.append(self._check)
 
     def _check(self, unit: Unit, gradient: Gradient) -> None:
-        if any(map(REQUIRES_GRAD, gradient.parts)):
+        if any(part.requires_grad for part in gradient.parts):
             raise RuntimeError(message("graph-of-gradients", unit=unit.name))

@@ -25,7 +25,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from minifsdp.cases.grad_dtypes import keep_grad_dtype
+from minifsdp.cases.grad_dtypes import add_in_grad_dtype, keep_grad_dtype
 from minifsdp.cases.optimizer_steps import optimizer_steps
 from minifsdp.engine import lifetime
 from minifsdp.engine.bucket import assign_to_buckets
@@ -139,6 +139,7 @@ def _update_buckets(layout: PerParameterLayout, *, is_edited: bool) -> None:
     layout.has_copied |= is_edited or layout.buckets != buckets
     layout.buckets = buckets
     layout.use_buckets()
+    add_in_grad_dtype(layout)
 
 
 def _refresh(layout: PerParameterLayout) -> None:

@@ -191,8 +191,9 @@ class Bucket:
         self.copy_in(local_shards)
         # The buffer and the source of the all-gather in flight, and its stream.
         self._in_flight: tuple[torch.Tensor, Source, CommStream] | None = None
-        # See `gather_from`, and the stream that allocated the leaves.
+        # See `gather_from`.
         self._written_at: Any = None
+        # The stream that allocated the leaves.
         self._stream: Any = None
         self.free()
 

@@ -2,19 +2,20 @@
 
 ::
 
-    pre_forward      all-gather, wait, register the unsharded parameters, prefetch the next unit
+    pre_forward      all-gather, wait, register the unsharded parameters, prefetch units that the user lists
       (the module)
     post_forward     register the pre-backward hook on the output, and reshard
     pre_backward     after the gradient of the output is computed: all-gather, wait, register, prefetch
       (autograd)
-    post_backward    after the gradients of all parameters are computed: reshard, prefetch, reduce
+    post_backward    after the gradients of all parameters, or of the inputs: reshard, prefetch, reduce
     end_backward     after autograd is done: complete the last reduction, clean up
 
 How the backward hooks are called:
 
 1. *Pre-backward* is a hook on the output tensors of forward. Each forward has new output tensors, so each forward
    registers the hook.
-2. *Post-backward* is called by a hook on the unit's leaf, or by a hook on views of its inputs (``backward_hooks.py``).
+2. *Post-backward* is called by a hook on the leaf of a flat layout, or on views of the unit's inputs
+   (``backward_hooks.py``).
 3. *End of backward* is a callback that autograd runs after its last node. It can only be queued during a backward, so
    the first hook of a backward queues it. It also handles units whose post-backward hook did not run.
 
@@ -26,6 +27,8 @@ running. Two rules change:
    reshard is *deferred* until then. If another unit runs instead, the unit is resharded. A reshard is also deferred if
    a gradient is complete inside a nested backward (reentrant checkpointing of a part of the unit), because another part
    may still need the same parameters for its recomputation.
+
+A backward with ``create_graph=True`` also changes a rule:
 
 6. The graph that a backward with ``create_graph=True`` records refers to the parameters, and no hook of a module's
    output precedes its nodes. So the units in it stay unsharded until the end of the backward that computes the

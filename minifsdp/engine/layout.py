@@ -186,7 +186,8 @@ class Layout(Protocol):
         name: full name of the unit's module inside the root, for messages; set by the root.
         device: the compute device.
         precision: the dtypes for compute and reduction.
-        dtype: dtype of the unsharded parameters; with several, one that represents all trained ones.
+        dtype: dtype of the gradients before the reduction: of the unsharded parameters, or the user's ``grad_dtype``;
+            with several, one that represents those of all trained parameters.
         num_bytes: size of the unsharded parameters, including padding.
         offloads: whether shard and gradient are on the CPU between computations.
         group: the ranks of the next all-gather; ``None`` if it needs no other rank.

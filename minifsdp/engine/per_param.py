@@ -11,11 +11,11 @@ Worked example, ``weight`` of shape (3, 2) and ``bias`` of shape (3,), two ranks
     sorted    w w w w w w . .   b b b .          sorted by parameter: two leaves that autograd owns
 
 Each parameter is a `ShardedParam` with memory in a bucket (``bucket.py``), usually the same for all parameters. The
-layout issues one all-gather for each bucket. The reduction of gradients does not use the buckets:
+layout issues one all-gather for each bucket. The reduction of gradients has its own memory:
 
 1. Only parameters that have a gradient take part in the reduction. Frozen ones cost nothing, unlike in a flat layout.
 2. One operator for each mesh splits each gradient like its parameter and sorts the shards by rank.
-3. The result is a bucket of this rank's shards. ``.grad`` of each parameter is a DTensor around its part of the bucket.
+3. The result is one tensor with this rank's shards. ``.grad`` of each parameter is a DTensor around its part of it.
 
 Users may replace the registered parameters, with ``load_state_dict(assign=True)``, ``to_empty`` or ``model.to(...)``. A
 case copies the new values into the buckets, see ``minifsdp/cases/replaced_parameters.py``.
@@ -289,6 +289,7 @@ class PerParameterLayout(Layout):
     ) -> torch.Tensor:
         """2. Splits the gradients and sorts the shards by rank, with zeros as padding."""
         parts = []
+        # The operator below cannot cast to complex numbers, and needs parts of one dtype.
         needs_cast = dtype.is_complex
         chunk_numel = 0
         num = self.params[gradient.indices[0]].num_shards

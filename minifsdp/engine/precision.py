@@ -40,7 +40,7 @@ class Precision:
 
     Attributes:
         compute: dtype of the unsharded parameters.
-        reduce: dtype of the gradient reduction; ``None`` for the dtype in which the gradient was computed.
+        reduce: dtype of the gradient reduction; ``None`` for `Layout.dtype`.
         keep_reduce_dtype: whether the sharded gradient keeps the dtype of the reduction.
     """
 

@@ -3,7 +3,7 @@
 When a unit's gradient is complete, it differs between the ranks, because each rank used different data. The optimizer
 needs only this rank's shard of the mean. The stages are:
 
-1. the layout packs the gradient into one bucket, in the reduce dtype;
+1. the layout packs the gradient into one tensor, in the reduce dtype;
 2. divide by a part of the number of ranks, in float16 only (see `Scaling`);
 3. reduce-scatter over the shard group: each rank gets the sum of its shard; skipped if the unit is not sharded;
 4. all-reduce the shard over the replicate group, if there are replicas. Without this all-reduce
@@ -76,7 +76,7 @@ class ReducePlan:
         all_reduces: whether to all-reduce over replicas in this backward. If ``False``, adds to `partial` instead.
         overlaps: whether the reduction runs while the next unit's backward computes.
         partial: sum of earlier backwards that was not all-reduced yet, with the numbers of its parameters.
-        computed_in: the dtype of the unsharded parameters when `dtype` was chosen; ``None`` until the first forward.
+        computed_in: `Layout.dtype` when `dtype` was chosen; ``None`` until the first forward.
         after_reduction: a function of the user, which gets the reduced shard before the layout accepts it.
         join_partial: a function of a case, for layouts whose backwards can have gradients of other parameters than
             `partial`. It gets the layout, the plan and the gradient, and makes their parameters equal.
@@ -368,7 +368,7 @@ def _has_hooks(layout: Layout) -> bool:
 
 
 def _end(item: _InFlight) -> None:
-    """Stages 4 and 5, the hook of the user, and the copy to the host. The caller has waited for the earlier stages."""
+    """Stages 4 and 5, `ReducePlan.after_reduction`, and the copy to the host. The caller has waited for the others."""
     plan = item.plan
     replicas = item.plan.mesh.replicate
     if plan.hook is None:

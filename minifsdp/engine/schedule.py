@@ -57,7 +57,7 @@ class Schedule:
     def next_backward(self, unit: Unit) -> Unit | None:
         """The unit that left forward just before ``unit`` in this iteration; ``None`` if ``unit`` was the first.
 
-        Call this method once for each use of ``unit`` in backward. Backward begins with the last use.
+        Call this method once for each backward of ``unit``. Backward begins with the last forward.
         """
         positions = self._left_at.get(unit)
         if not positions:

@@ -43,9 +43,8 @@ from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.precision import Precision
 from minifsdp.engine.shards import local_tensor, padded_shard_numel, shard_of
 
-# The number of in-place changes of a tensor, and whether autograd computes its gradient.
+# The number of in-place changes of a tensor.
 VERSION = operator.attrgetter("_version")
-REQUIRES_GRAD = operator.attrgetter("requires_grad")
 # The unsharded parameter of a `ShardedParam`.
 LEAF: Callable[[Any], torch.Tensor] = operator.attrgetter("leaf")
 # Returns the local tensor of a DTensor. ``to_local()`` would create another tensor, for autograd.
@@ -65,7 +64,7 @@ class Options:
 
     Attributes:
         device: the compute device.
-        precision: the compute dtype, and the dtype of unreduced gradients.
+        precision: the compute dtype, and the dtype of the reduction.
         offload: whether the shards are on the CPU.
         pin: whether these shards are in pinned memory, for asynchronous copies.
         cases: objects that store some parameters in buckets of their own, see note 6 of ``bucket.py``.
@@ -103,10 +102,10 @@ class ShardedParam:
         chunk_numel: number of elements that each rank sends, including padding.
         parameter: the sharded parameter, which the optimizer updates; the original until `replace_original`.
         local_shard: the local tensor of `parameter`.
-        leaf: the unsharded parameter, which autograd owns and modules compute with.
-        plain_leaf: the memory of `leaf`; the same tensor, except with tensor parallelism.
+        leaf: the unsharded parameter, which autograd owns and modules compute with; the original until `use_leaf`.
+        plain_leaf: the local tensor of `leaf`; the same tensor, except with tensor parallelism.
         unreduced: the unreduced gradient.
-        version: the version of `leaf` at the last check for changes by the user.
+        version: the version of `leaf` at the last check of a case for changes by the user.
         is_trained: ``requires_grad`` of `parameter` and `leaf` when both were last equal.
     """
 
@@ -184,7 +183,7 @@ class ShardedParam:
         share_hooks(original, self.parameter)
 
     def accumulates_in(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype of gradients of ``dtype`` before the reduction: the user's ``grad_dtype``, else ``dtype``."""
+        """The dtype in which gradients of ``dtype`` are added: the user's ``grad_dtype`` (NEW-18), else ``dtype``."""
         chosen = self.parameter.grad_dtype
         return dtype if chosen in (None, self.parameter.dtype) else chosen
 
@@ -217,6 +216,7 @@ class ShardedParam:
         if self.parameter._backward_hooks is None:
             self.parameter._backward_hooks = self.leaf._backward_hooks
         else:
+            self.parameter._backward_hooks.update(self.leaf._backward_hooks or {})
             self.leaf._backward_hooks = self.parameter._backward_hooks
 
     def local_gradient(self, gradient: torch.Tensor) -> torch.Tensor:

@@ -281,4 +281,5 @@ def _make_unit(
     return unit
 
 
+# As for each composable API of PyTorch, ``fully_shard.state(module)`` is the state of a module.
 fully_shard.state = state_of  # type: ignore[attr-defined]

@@ -203,3 +203,35 @@ def test_a_step_and_clipping_use_the_digits_of_the_gradient() -> None:
     before = full(model.weight.detach()).float()
     torch.optim.SGD([model.weight], lr=1.0).step()
     assert torch.equal(full(model.weight.detach()), (before - (1 + SMALL)).bfloat16())
+
+
+class UsedTwice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layer()
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        return self.layer(one) + self.layer(other)
+
+
+@pytest.mark.spec("NEW-18")
+@ranks(2)
+def test_two_uses_in_one_backward_are_added_in_it() -> None:
+    model: Any = fully_shard(UsedTwice())
+
+    model(ones(1.0), ones(SMALL)).sum().backward()
+
+    assert torch.equal(full(model.layer.weight.grad), torch.full((2, 2), 1 + SMALL, device=device()))
+
+
+@pytest.mark.spec("NEW-18")
+@ranks(2)
+def test_a_conversion_that_fails_keeps_the_gradients() -> None:
+    model: Any = fully_shard(layer())
+    model(ones(1.0)).sum().backward()
+
+    with pytest.raises(AttributeError, match="no_such_method"):
+        model._apply(lambda tensor: tensor.no_such_method())
+
+    assert model.weight.grad is not None
+    assert model.weight.grad_dtype is torch.float32

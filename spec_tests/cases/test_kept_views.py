@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from spec_tests.cases.programs import Net, assert_trains_alike, batch, sharded
-from spec_tests.harness import ranks
+from spec_tests.harness import device, ranks
 from spec_tests.models.kinds import KINDS, every_kind
 from spec_tests.models.values import full
+from spec_tests.subject import fully_shard
 
 # The kinds whose `parameters()` have the names of the plain model's parameters.
 every_named_kind = pytest.mark.parametrize("kind", KINDS[3:])
@@ -97,3 +98,29 @@ def test_a_post_accumulate_hook_is_called_for_a_loss_of_the_parameter_alone(kind
         model(batch()).sum().backward()
         parameter.square().sum().backward()
     assert len(calls) == 4
+
+
+class HooksItsWeight(nn.Module):
+    """Registers hooks in forward: on the weight that it computes with, and on the sharded parameter."""
+
+    def __init__(self, calls: list[str]) -> None:
+        super().__init__()
+        self.weight, self.calls = nn.Parameter(torch.ones(2, 2)), calls
+        self.others: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.register_hook(lambda gradient: self.calls.append("in forward"))
+        self.others[0].register_hook(lambda gradient: self.calls.append("sharded"))
+        return x @ self.weight
+
+
+@pytest.mark.spec("PROG-100")
+@ranks(2)
+def test_a_hook_in_forward_and_one_on_the_sharded_parameter_are_both_called() -> None:
+    calls: list[str] = []
+    model: Any = fully_shard(HooksItsWeight(calls).to(device()))
+    model.others.append(model.weight)
+
+    model(torch.ones(1, 2, device=device())).sum().backward()
+
+    assert sorted(calls) == ["in forward", "sharded"]
