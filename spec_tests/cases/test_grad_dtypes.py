@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import minifsdp
 from minifsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from spec_tests.harness import device, ranks
+from spec_tests.models.values import full
 
 BF16 = torch.bfloat16
 LIBRARIES: dict[str, Any] = {"minifsdp": minifsdp}
@@ -37,10 +38,6 @@ def ones(factor: float) -> Tensor:
 def one_or_small() -> Tensor:
     """The gradient of the weight is 1 on rank 0 and 1 / 256 on rank 1."""
     return ones(1.0 if dist.get_rank() == 0 else SMALL)
-
-
-def full(gradient: Any) -> Tensor:
-    return gradient.full_tensor()
 
 
 @pytest.mark.spec("NEW-18")
