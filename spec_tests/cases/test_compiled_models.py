@@ -8,13 +8,16 @@ because the numbers must be bitwise equal to those of the uncompiled model. Equa
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import tqdm
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils import cpp_extension
 
 from spec_tests.checkpoint.refusals import caught_warnings, refused
 from spec_tests.harness import ranks
@@ -134,8 +137,12 @@ def test_a_compiled_block_may_be_checkpointed() -> None:
 )
 @ranks(2, timeout=240)
 def test_checkpointed_blocks_that_inductor_compiles_train_like_plain_ones(
-    api: Api, is_before: bool, monkeypatch: pytest.MonkeyPatch
+    api: Api, is_before: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    # The compiler does not quote the folder of torch's libraries, which may have a space.
+    link = tmp_path / f"torch-of-rank-{dist.get_rank()}"
+    link.symlink_to(Path(torch.__file__).parent)
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(link / "lib"))
     # Otherwise the compiler starts processes.
     monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
     fresh()

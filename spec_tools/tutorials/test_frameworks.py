@@ -15,7 +15,7 @@ import pytest
 
 from spec_tests.harness.programs import output_of_ranks
 
-pytestmark = pytest.mark.spec("MIG-22")
+pytestmark = pytest.mark.spec("PROG-109")
 
 FOLDER = Path(__file__).resolve().parents[2] / "tutorials" / "frameworks"
 IMPORT = "import instead_of_torch  # noqa: F401\n"
