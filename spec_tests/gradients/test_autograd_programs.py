@@ -122,7 +122,7 @@ def test_a_forward_inside_a_function_transform_is_refused(kind: str) -> None:
     model(x).sum().backward()
 
 
-@pytest.mark.spec("PROG-103")
+@pytest.mark.spec("PROG-103", "PROG-55")
 @pytest.mark.parametrize("program", ["nested", "beside", "input"])
 @some_kinds
 @ranks(2)

@@ -6,14 +6,11 @@ gradients over the ranks equals the gradient of the plain model.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
+import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from spec_tests.harness import device
 from spec_tests.models.kinds import KINDS, shard
@@ -24,7 +21,6 @@ class Net(nn.Module):
 
     def __init__(self, *blocks: nn.Module) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.first = nn.Linear(8, 8)
         self.blocks = nn.ModuleList(blocks or (nn.Linear(8, 8), nn.Linear(8, 8)))
         for parameter in self.blocks.parameters():
@@ -34,21 +30,24 @@ class Net(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for block in (self.first, *self.blocks):
             x = torch.tanh(block(x))
-        result: Tensor = self.head(x)
-        return result
+        return self.head(x)
 
 
+THREE = ("flat FULL_SHARD", "original FULL_SHARD", "fully_shard True")
 # The inner blocks are units, or the whole model is one unit.
-ALL = [*KINDS, *(f"{kind} one unit" for kind in ("flat FULL_SHARD", "original FULL_SHARD", "fully_shard True"))]
-every_kind = pytest.mark.parametrize("kind", ALL)
-named_kinds = pytest.mark.parametrize("kind", [kind for kind in ALL if not kind.startswith("flat")])
-three_apis = pytest.mark.parametrize("kind", ["flat FULL_SHARD", "original FULL_SHARD", "fully_shard True"])
+ALL = [*KINDS, *(f"{kind} one unit" for kind in THREE)]
 
 
 def sharded(kind: str, model: Any, **options: Any) -> Any:
     """Shards a `Net` or another model with ``blocks``."""
     units = [] if kind.endswith("one unit") else [f"blocks.{index}" for index in range(len(model.blocks))]
     return shard(kind.removesuffix(" one unit"), model, units, **options)
+
+
+def pair(kind: str, plain: nn.Module) -> tuple[Any, Any]:
+    """The plain model, and a sharded copy."""
+    plain.to(device())
+    return plain, sharded(kind, copy.deepcopy(plain))
 
 
 def batch() -> Tensor:
@@ -59,28 +58,17 @@ def backward(model: nn.Module) -> None:
     model(batch()).square().mean().backward()
 
 
-def step(model: nn.Module) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    backward(model)
-    optimizer.step()
+def train(*models: nn.Module, num_steps: int = 2) -> None:
+    """Trains each model on the same batch."""
+    for model in models:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        for _ in range(num_steps):
+            backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
 
 
-def weights_of(model: Any) -> dict[str, Tensor]:
-    found = {
-        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in model.state_dict().items()
-    }
-    return {name: value.detach().clone() for name, value in found.items()}
-
-
-def assert_equal_weights(model: Any, plain: nn.Module) -> None:
-    found, expected = weights_of(model), weights_of(plain)
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def warnings_of(action: Callable[[], Any]) -> list[str]:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        action()
-    return [str(warning.message) for warning in caught]
+def mask(gradient: Tensor) -> Tensor:
+    """A hook that multiplies each element of a gradient by another factor."""
+    factors = torch.linspace(0, 1, gradient.numel(), dtype=gradient.dtype, device=gradient.device)
+    return gradient * factors.view(gradient.shape)
