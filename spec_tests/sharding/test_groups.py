@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 from typing import Any
 
@@ -50,27 +49,19 @@ def with_ends_together(reshard_after_forward: bool | None) -> Any:
 def test_group_is_unsharded_from_first_to_last_module() -> None:
     model = with_ends_together(reshard_after_forward=True)
     for step in range(2):
-        with trace.record() as forward:
-            loss = model(running.batch(step)).square().mean()
-        with trace.record() as backward:
-            loss.backward()
-        words = running.said(forward.events).replace("enter, leave", "E").split()
-        assert (words[:2], words[-1]) == (["AGE", "FE"], "FREEE")
-        assert words.count("AGE") == words.count("FREEE") == 1
-        words = running.said(backward.events).replace("enter, leave", "E").split()
-        assert words[:2] == ["BE", "AGE"]
-        assert words.count("AGE") == words.count("FREEE") == words.count("RSE") == 1
+        events = running.recorded_iteration(model, step).replace("enter, leave", "E")
+        forward, backward = (part.split() for part in events.split(" | "))
+        assert (forward[:2], forward[-1]) == (["AGE", "FE"], "FREEE")
+        assert forward.count("AGE") == forward.count("FREEE") == 1
+        assert backward[:2] == ["BE", "AGE"]
+        assert backward.count("AGE") == backward.count("FREEE") == backward.count("RSE") == 1
 
 
 @pytest.mark.spec("NEW-04")
 @pytest.mark.parametrize("reshards", [True, False])
 @ranks(2)
 def test_a_group_over_several_modules_trains_like_each_on_its_own(reshards: bool) -> None:
-    model = with_ends_together(reshard_after_forward=reshards)
-    for step in range(2):
-        model.zero_grad()
-        model(running.batch(step)).square().mean().backward()
-        values.assert_same(apis.FULLY_SHARD.gradients(model), values.mean_gradients(seeded(), [step]))
+    gradients.assert_mean_gradients(with_ends_together(reshard_after_forward=reshards), seeded())
 
 
 class KeepsItsResult(nn.Module):
@@ -236,7 +227,6 @@ class TwoBranches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.start, self.end = nn.Linear(8, 8), nn.Linear(8, 8)
         self.left, self.right = nn.Linear(8, 8), nn.Linear(8, 8)
 
@@ -248,8 +238,7 @@ class TwoBranches(nn.Module):
 
 
 def with_branches_together() -> tuple[TwoBranches, Any]:
-    plain = TwoBranches().to(running.batch().device)
-    model = copy.deepcopy(plain)
+    plain, model = seeded(TwoBranches), seeded(TwoBranches)
     fully_shard([model.left, model.right])
     return plain, fully_shard(model)
 
@@ -278,11 +267,10 @@ def test_a_unit_is_resharded_if_only_some_of_its_modules_are_called(trains: bool
 @pytest.mark.spec("PROG-87", "NEW-04")
 @ranks(2)
 def test_a_failed_call_of_one_module_does_not_affect_a_root_that_is_created_later() -> None:
-    plain = TwoBranches().to(running.batch().device)
-    model = copy.deepcopy(plain)
+    plain, model = seeded(TwoBranches), seeded(TwoBranches)
     fully_shard([model.left, model.right])
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
-        model.left(torch.ones(4, 7, device=running.batch().device))
+        model.left(running.batch(width=7))
     fully_shard(model)
     x = running.batch(0, 0, width=8)
     for _ in range(2):
@@ -322,7 +310,7 @@ class Distilled(nn.Module):
 @pytest.mark.spec("NEW-04", "FS2-PREF-02")
 @ranks(2)
 def test_a_unit_is_prefetched_in_backward_if_its_last_module_ran_without_grad_mode() -> None:
-    model = Distilled().to(running.batch().device)
+    model = seeded(Distilled)
     for modules in ([model.student, model.teacher], model.head, model):
         fully_shard(modules)
     output = model(running.batch(0, 0, width=8))

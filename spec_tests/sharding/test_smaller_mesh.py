@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from spec_tests.harness import device, ranks
-from spec_tests.models import apis, modules, running, values
+from spec_tests.models import apis, modules, running, sharding, values
+from spec_tests.models.gradients import assert_mean_gradients, assert_trains_like
 from spec_tests.subject import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, trace
 
 ALL_RANKS = (0, 1, 2, 3)
@@ -44,35 +45,19 @@ def test_backward_all_gathers_among_local_peers() -> None:
 @pytest.mark.spec("NEW-05")
 @ranks(4)
 def test_reshard_to_a_smaller_mesh_changes_no_result() -> None:
-    model, usual = (
-        apis.FULLY_SHARD.shard(modules.wide(), reshard_after_forward=2),
-        apis.FULLY_SHARD.shard(modules.wide()),
-    )
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, usual)]
-    for step in range(2):
-        assert running.iterate(model, step) == running.iterate(usual, step)
-        values.assert_same(apis.FULLY_SHARD.gradients(model), apis.FULLY_SHARD.gradients(usual), bitwise=True)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    values.assert_same(apis.FULLY_SHARD.values(model), apis.FULLY_SHARD.values(usual), bitwise=True)
+    model = apis.FULLY_SHARD.shard(modules.wide(), reshard_after_forward=2)
+    assert_trains_like(model, modules.wide(), range(2))
 
 
 @pytest.mark.spec("NEW-05", "WIRE-10")
 @ranks(4)
 def test_a_parameter_that_only_the_smaller_mesh_sends_on_its_own_is_all_gathered_by_both() -> None:
     """Between CPUs, the size of a shard decides how it is sent, and half of this parameter is more than a quarter."""
-    plain = modules.seeded(lambda: nn.Sequential(nn.Linear(512, 384, bias=False), nn.Linear(384, 2)))
+    plain = modules.seeded(lambda: nn.Sequential(nn.Linear(6, 2**15, bias=False), nn.Linear(2**15, 2)))
     model: Any = copy.deepcopy(plain)
-    for layer in model:
-        fully_shard(layer, reshard_after_forward=2)
-    fully_shard(model)
-    for step in range(2):
-        for net in (model, plain):
-            net(running.batch(step, 0, width=512)).square().mean().backward()
-    values.assert_same(
-        apis.FULLY_SHARD.gradients(model), {name: p.grad for name, p in plain.named_parameters()}, bitwise=False
-    )
+    for module in (*model, model):
+        fully_shard(module, reshard_after_forward=2)
+    assert_mean_gradients(model, plain)
 
 
 @pytest.mark.spec("NEW-05")
@@ -120,10 +105,10 @@ def test_modules_show_local_peer_shards_after_forward(rows: int, dim: int) -> No
 @pytest.mark.spec("NEW-05")
 @ranks(4)
 def test_a_frozen_parameter_stays_frozen_on_the_smaller_mesh() -> None:
-    model = modules.seeded(lambda: nn.Linear(8, 8))
+    model = nn.Linear(6, 6)
     model.bias.requires_grad_(False)
     fully_shard(model, reshard_after_forward=2)
-    model(running.batch(width=8))
+    model(running.batch())
     assert model.bias.placements == (Replicate(), Shard(0))
     assert [parameter.requires_grad for parameter in model.parameters()] == [True, False]
 
@@ -163,31 +148,27 @@ def test_a_forward_after_parameters_were_replaced_on_a_smaller_mesh_reads_the_ne
 
 
 @pytest.mark.spec("NEW-05", "NEW-06")
-@pytest.mark.parametrize(("choice", "members"), [(True, {ALL_RANKS}), (False, set())])
+# The root and four blocks: once in forward and, if they are resharded after it, once in backward.
+@pytest.mark.parametrize(("choice", "gathers"), [(True, 10), (False, 5)])
 @ranks(4)
-def test_switched_reshard_after_forward_selects_all_gather_ranks_and_keeps_results(choice: bool, members: Any) -> None:
-    model, usual = apis.FULLY_SHARD.shard(reshard_after_forward=2), apis.FULLY_SHARD.shard()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, usual)]
-    for step in range(3):
-        loss = model(running.batch(step)).square().mean()
-        if step == 0:
-            # Between forward and backward, while units are resharded over fewer ranks.
-            model.set_reshard_after_forward(choice)
-        with trace.record() as backward:
-            loss.backward()
-        running.iterate(usual, step)
-        assert step == 0 or {event.ranks for event in backward.events if event.kind == "AG"} == members
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    values.assert_same(apis.FULLY_SHARD.values(model), apis.FULLY_SHARD.values(usual), bitwise=True)
+def test_switched_reshard_after_forward_selects_all_gather_ranks_and_keeps_results(choice: bool, gathers: int) -> None:
+    model = apis.FULLY_SHARD.shard(reshard_after_forward=2)
+    loss = model(running.batch()).square().mean()
+    # Between forward and backward, while units are resharded over fewer ranks.
+    model.set_reshard_after_forward(choice)
+    loss.backward()
+    values.assert_same(apis.FULLY_SHARD.gradients(model), values.mean_gradients(modules.seeded()))
+    model.zero_grad()
+    with trace.record() as recorder:
+        assert_trains_like(model)
+    assert [event.ranks for event in recorder.events if event.kind == "AG"] == [ALL_RANKS] * gathers
 
 
 @pytest.mark.spec("NEW-05", "NEW-06")
 @pytest.mark.parametrize("in_between", ["reshard", "switch"])
 @ranks(4)
 def test_pending_unshard_on_smaller_mesh_is_correct_after_a_change_of_settings(in_between: str) -> None:
-    model, usual = apis.FULLY_SHARD.shard(reshard_after_forward=2), apis.FULLY_SHARD.shard()
+    model = apis.FULLY_SHARD.shard(reshard_after_forward=2)
     loss = model(running.batch()).square().mean()
     for block in model.blocks:
         handle = block.unshard(async_op=True)
@@ -197,31 +178,21 @@ def test_pending_unshard_on_smaller_mesh_is_correct_after_a_change_of_settings(i
             block.set_reshard_after_forward(True)
             handle.wait()
     loss.backward()
-    running.iterate(usual)
-    values.assert_same(apis.FULLY_SHARD.gradients(model), apis.FULLY_SHARD.gradients(usual), bitwise=True)
+    values.assert_same(apis.FULLY_SHARD.gradients(model), values.mean_gradients(modules.seeded()))
 
 
 @pytest.mark.spec("NEW-05")
+@pytest.mark.parametrize(("mesh", "num_shards"), [("line_mesh", 4), ("column_mesh", 1)])
 @ranks(4)
-def test_a_number_that_does_not_divide_the_ranks_is_refused_and_changes_nothing() -> None:
-    model = modules.seeded()
+def test_a_number_that_does_not_divide_the_ranks_is_refused_and_changes_nothing(mesh: str, num_shards: int) -> None:
+    model, given = modules.seeded(), getattr(sharding, mesh)()
     before = values.named(model)
     for number in (0, 3, -2, 8):
-        with pytest.raises(ValueError, match=f"reshard_after_forward={number} is not a factor of 4"):
-            fully_shard(model, reshard_after_forward=number)
+        with pytest.raises(ValueError, match=rf"reshard_after_forward={number} is not a factor of {num_shards}\b"):
+            fully_shard(model, mesh=given, reshard_after_forward=number)
     assert type(model) is modules.Stack
     values.assert_same(values.named(model), before, bitwise=True)
-    running.iterate(fully_shard(model, reshard_after_forward=2))
-
-
-@pytest.mark.spec("NEW-05")
-@ranks(2)
-def test_unsharded_mesh_accepts_only_reshard_to_one() -> None:
-    replicas = init_device_mesh(device().type, (2, 1), mesh_dim_names=("replicate", "shard"))
-    for number in (0, 2, -1):
-        with pytest.raises(ValueError, match=rf"reshard_after_forward={number} is not a factor of 1\b"):
-            fully_shard(modules.seeded(), mesh=replicas, reshard_after_forward=number)
-    running.iterate(fully_shard(modules.seeded(), mesh=replicas, reshard_after_forward=1))
+    running.iterate(fully_shard(model, mesh=given, reshard_after_forward=1))
 
 
 @pytest.mark.spec("NEW-05")

@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.harness import ranks
 from spec_tests.models import apis, modules, running, values
-from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, NO_SHARD, SHARD_GRAD_OP
+from spec_tests.models.gradients import step_with
 from spec_tests.models.whole import odd
 from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, trace
 from spec_tests.waiting import comes_true
+
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = [*ShardingStrategy][:3]
 
 BLOCKS = ["blocks.0", "blocks.1", "blocks.2", "blocks.3"]
 some_settings = apis.settings_of(
@@ -45,17 +46,16 @@ def test_odd_sizes_train_as_in_one_process(num: int, strategy: Any) -> None:
     if dist.get_rank() >= num:
         return
     plain, model = modules.seeded(odd), apis.WRAPPED.shard(modules.seeded(odd), strategy=strategy, process_group=group)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (plain, model)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     for step in range(2):
-        optimizers[1].zero_grad()
         running.iterate(model, step)
         expected = values.mean_gradients(plain, [step], num)
         local_shards = values.chunked(plain, expected, num, dist.get_rank())
         values.assert_same(values.flat_gradients(model), local_shards, bitwise=num == 2)
-        for name, parameter in plain.named_parameters():
-            parameter.grad = expected[name]
-        for optimizer in optimizers:
-            optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        step_with(expected, plain, reference)
     values.assert_same(values.full_values(model), values.named(plain), bitwise=num == 2)
 
 
@@ -97,24 +97,20 @@ def test_optimizer_state_has_the_size_of_the_shards_and_a_step_sends_nothing(str
 
 @pytest.mark.spec("SHARD-05", "SHARD-08")
 @pytest.mark.parametrize("change", ["in place", "a step"])
-@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
 @ranks(2)
 def test_values_that_changed_after_a_forward_without_backward_are_new_in_the_next_forward(
-    strategy: ShardingStrategy, change: str
+    strategy: Any, change: str
 ) -> None:
-    model = apis.WRAPPED.shard(strategy=strategy)
-    plain = modules.seeded()
+    model, plain = apis.WRAPPED.shard(strategy=strategy), modules.seeded()
     for one in (model, plain):
         one(running.batch())
-        if change == "in place":
-            with torch.no_grad():
-                for parameter in one.parameters():
-                    parameter.mul_(0.5)
-        else:
-            optimizer = torch.optim.SGD(one.parameters(), lr=0.5)
-            for parameter in one.parameters():
-                parameter.grad = torch.ones_like(parameter)
-            optimizer.step()
+        for parameter in one.parameters():
+            parameter.grad = torch.ones_like(parameter)
+            if change == "in place":
+                parameter.detach().mul_(0.5)
+        if change == "a step":
+            torch.optim.SGD(one.parameters(), lr=0.5).step()
     torch.testing.assert_close(model(running.batch()), plain(running.batch()))
 
 
@@ -160,8 +156,8 @@ COUNTS = {None: {"AG": 9, "RS": 5}, SHARD_GRAD_OP: {"AG": 5, "RS": 5}, NO_SHARD:
 def test_nothing_is_sent_except_the_recorded_collectives(strategy: Any) -> None:
     # ``test_timelines.py`` compares the recorded events.
     model = apis.WRAPPED.shard(sharding_strategy=strategy)
-    used = {unit.sharding_strategy for unit in FullyShardedDataParallel.fsdp_modules(model)}
-    assert used == {strategy or FULL_SHARD}
+    units = FullyShardedDataParallel.fsdp_modules(model)
+    assert {unit.sharding_strategy for unit in units} == {strategy or FULL_SHARD}
     for step in range(2):
         with trace.record() as recorder, running.Wire() as wire:
             running.iterate(model, step)
@@ -193,87 +189,6 @@ def test_parameters_kept_by_no_sync_are_not_used_after_an_optimizer_step() -> No
     with torch.no_grad():
         after = model(running.batch(1))
     assert not torch.equal(before, after)
-
-
-@pytest.mark.spec("SHARD-14", "FRESH-03")
-@pytest.mark.parametrize(
-    "without_gradients",
-    [
-        torch.no_grad,
-        pytest.param(
-            torch.inference_mode,
-            marks=pytest.mark.not_simulated("it cannot view a part of a flat tensor in inference mode"),
-        ),
-    ],
-)
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
-@ranks(2)
-def test_evaluation_all_gathers_and_never_reduces(strategy: Any, without_gradients: Any) -> None:
-    plain = modules.seeded()
-    watch = running.Watch(plain)
-    model = apis.WRAPPED.shard(plain, strategy=strategy).eval()
-    for number in range(3):
-        with running.Wire() as wire, without_gradients():
-            assert torch.equal(model(running.batch()), modules.seeded()(running.batch()))
-        # SHARD_GRAD_OP keeps all parameters unsharded for the next evaluation, FULL_SHARD only those of the root.
-        kept = ["", *BLOCKS] if strategy is SHARD_GRAD_OP else [""]
-        assert watch.alive() == kept
-        assert wire.kinds() == ["AG"] * (5 - (len(kept) if number > 0 else 0))
-
-
-@pytest.mark.spec("SHARD-14", "SHARD-15", "FS2-13")
-@pytest.mark.parametrize("records", [False, True])
-@some_settings
-@ranks(2)
-def test_a_forward_without_backward_between_two_steps_changes_nothing(api: Any, strategy: Any, records: bool) -> None:
-    results = []
-    for evaluates in (True, False):
-        model = api.shard(strategy=strategy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(2):
-            running.iterate(model, step, optimizer)
-            if evaluates:
-                with torch.set_grad_enabled(records):
-                    model(running.batch(100 + step))
-        results.append(api.values(model))
-    values.assert_same(*results, bitwise=True)
-
-
-# --- results ---
-
-
-@pytest.mark.spec("SHARD-15", "CTOR-04", "SUMMON-02")
-@pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2])
-@ranks(4)
-def test_loss_curve_is_that_of_one_process_with_the_concatenated_batch(strategy: Any) -> None:
-    plain, model = modules.seeded(), apis.WRAPPED.shard(strategy=strategy)
-    optimizers = [torch.optim.Adam(each.parameters(), lr=0.05) for each in (plain, model)]
-    curve, expected = [], []
-    for step in range(5):
-        big = torch.cat([running.batch(step, rank) for rank in range(4)])
-        losses = [plain(big).square().mean(), model(running.batch(step)).square().mean()]
-        for loss, optimizer in zip(losses, optimizers, strict=True):
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        total = losses[1].detach().clone()
-        dist.all_reduce(total)
-        expected.append(losses[0].item())
-        curve.append(total.item() / 4)
-    assert curve == pytest.approx(expected, rel=1e-4)
-    assert expected[4] < 0.9 * expected[0], "the loss decreases"
-    torch.testing.assert_close(values.full_values(model), values.named(plain), rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.spec("SHARD-12")
-@ranks(2)
-def test_no_shard_trains_like_distributed_data_parallel() -> None:
-    model, parallel = apis.WRAPPED.shard(strategy=NO_SHARD), DistributedDataParallel(modules.seeded())
-    optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, parallel)]
-    for step in range(3):
-        for each, optimizer in zip((model, parallel), optimizers, strict=True):
-            running.iterate(each, step, optimizer)
-    values.assert_same(values.full_values(model), values.named(parallel.module), bitwise=True)
 
 
 # --- changes of parameters, and of outputs ---
