@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +21,7 @@ from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import wrapped
 from spec_tests.subject import (
-    BackwardPrefetch,
-    CPUOffload,
     FullyShardedDataParallel,
-    MixedPrecision,
     ModuleWrapPolicy,
     ShardingStrategy,
     trace,
@@ -34,22 +30,6 @@ from spec_tests.subject import (
 FSDP = FullyShardedDataParallel
 
 # --- the arguments ---
-
-
-@pytest.mark.spec("CTOR-01")
-@ranks(2)
-def test_the_arguments_may_be_given_by_position() -> None:
-    strategy, prefetch = ShardingStrategy.SHARD_GRAD_OP, BackwardPrefetch.BACKWARD_POST
-    offload, precision = CPUOffload(), MixedPrecision()
-    model = FSDP(
-        seeded(), dist.group.WORLD, strategy, offload, ModuleWrapPolicy({nn.Linear}), prefetch, precision, None, None,
-        device(), True, True, False, True, [],
-    )  # fmt: skip
-    assert len(FSDP.fsdp_modules(model)) == 7
-    assert (model.sharding_strategy, model.backward_prefetch) == (strategy, prefetch)
-    assert (model.cpu_offload, model.mixed_precision) == (offload, precision)
-    assert (model.forward_prefetch, model.limit_all_gathers) == (True, False)
-    assert sum(1 for _ in model.parameters()) == sum(1 for _ in seeded().parameters()), "use_orig_params=True"
 
 
 @pytest.mark.spec("CTOR-02", "CTOR-08")
@@ -77,7 +57,7 @@ def test_any_other_strategy_is_refused_with_the_list_of_members(strategy: Any) -
     assert_close(plain.state_dict(), seeded().state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.spec("CTOR-16")
+@pytest.mark.spec("CTOR-16", "WRAP-01")
 @ranks(2)
 def test_none_is_the_same_as_leaving_out() -> None:
     settings = ("process_group", "sharding_strategy", "cpu_offload", "mixed_precision")
@@ -87,17 +67,6 @@ def test_none_is_the_same_as_leaving_out() -> None:
         assert getattr(given, name) == getattr(left_out, name)
     assert FSDP.fsdp_modules(given) == [given]
     assert_trains_like(given)
-
-
-@pytest.mark.spec("CTOR-16")
-@ranks(2)
-def test_none_for_backward_prefetch_is_not_the_same_as_leaving_it_out() -> None:
-    for options, order in (({}, ["AG", "B"]), ({"backward_prefetch": None}, ["B", "AG"])):
-        model = wrapped(**options)
-        loss = model(batch()).sum()
-        with trace.record() as recorder:
-            loss.backward()
-        assert [event.kind for event in recorder.events if event.unit == "blocks.3"][:2] == order
 
 
 # --- forward ---
@@ -142,28 +111,6 @@ def test_wrapper_passes_arguments_and_outputs_unchanged() -> None:
 # --- optimizers from before wrapping ---
 
 
-@pytest.mark.spec("CTOR-05")
-@pytest.mark.parametrize("was_used", [False, True], ids=["new", "has stepped before"])
-@ranks(2)
-def test_an_optimizer_from_before_wrapping_changes_nothing_and_warns_once(was_used: bool) -> None:
-    # Wrap another model first, so that the package already watches optimizers.
-    FSDP(nn.Linear(2, 2, device=device()))
-    plain = seeded()
-    optimizer = torch.optim.Adam(plain.parameters(), lr=0.1)
-    if was_used:
-        iterate(plain)
-        optimizer.step()
-    model = wrapped(plain)
-    before = model.state_dict()
-    message = rf"rank {dist.get_rank()}: 12 of 12 parameters of this Adam(.|\n)*build the optimizer after wrapping"
-    for step in range(3):
-        iterate(model, step)
-        # Another warning would be an error.
-        with pytest.warns(UserWarning, match=message) if step == 0 else contextlib.nullcontext():
-            optimizer.step()
-    assert_close(model.state_dict(), before, rtol=0, atol=0)
-
-
 @pytest.mark.spec("CTOR-05", "ORIG-02")
 @pytest.mark.parametrize("strategy", [*ShardingStrategy][:3])
 @ranks(2)
@@ -198,16 +145,6 @@ def test_a_given_process_group_or_all_ranks_all_gather_and_reduce(is_given: bool
     for each in (model, plain):
         torch.optim.SGD(each.parameters(), lr=1.0).step()
     assert_close(model.state_dict(), plain.state_dict())
-
-
-@pytest.mark.spec("CTOR-07")
-@pytest.mark.parametrize("strategy", [None, ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD])
-@pytest.mark.pure
-def test_error_without_process_group_names_init_process_group(strategy: ShardingStrategy | None) -> None:
-    assert not dist.is_initialized()
-    # The device is given, because this process belongs to no rank and must not create a context on a GPU.
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        FSDP(nn.Linear(2, 2), sharding_strategy=strategy, device_id=torch.device("cpu"))
 
 
 def group_of_one() -> dist.ProcessGroup:

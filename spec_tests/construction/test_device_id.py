@@ -117,14 +117,6 @@ def test_a_device_without_an_index_is_the_current_one_with_a_warning() -> None:
     assert FSDP(nn.Linear(2, 2), device_id=index).compute_device == device()
 
 
-@pytest.mark.spec("DEV-10", "META-01")
-@ranks(2)
-def test_parameters_on_the_meta_device_and_on_a_real_one_are_no_mistake() -> None:
-    model = FSDP(nn.Sequential(nn.Linear(4, 4, device=device()), nn.Linear(4, 4, device="meta")))
-    assert model.compute_device == device()
-    assert {parameter.device for parameter in model.parameters()} == {device()}
-
-
 # --- the move ---
 
 
@@ -221,12 +213,11 @@ def test_units_are_moved_and_sharded_one_by_one_from_inner_to_outer() -> None:
     assert calls == [*(([f"blocks.{index}.linear"], index) for index in range(4)), (["enter", "leave"], 4)]
 
 
-@pytest.mark.spec("DEV-05", "META-10")
+@pytest.mark.spec("DEV-05")
 @pytest.mark.accelerator
-@pytest.mark.parametrize("built_on", ["cpu", "meta"])
 @ranks(2)
-def test_full_model_is_never_on_device_at_once(built_on: str) -> None:
-    model = nn.Sequential(*(nn.Linear(512, 512, device=built_on) for _ in range(8)))
+def test_full_model_is_never_on_device_at_once() -> None:
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(8)))
     full = sum(parameter.nbytes for parameter in model.parameters())
     accelerator = torch.get_device_module(device())
     before = accelerator.memory_allocated()

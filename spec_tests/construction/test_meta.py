@@ -17,7 +17,8 @@ from torch.testing import assert_close
 
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, ranks
-from spec_tests.models.modules import Stack
+from spec_tests.models.arrangement import LanguageModel
+from spec_tests.models.modules import Stack, seeded
 from spec_tests.models.sharding import wrapped
 from spec_tests.subject import FullyShardedDataParallel, always_wrap_policy, trace
 
@@ -276,3 +277,70 @@ def test_a_deferred_model_is_initialized_by_param_init_fn_or_torchdistx(policy: 
         model = FSDP(plain, auto_wrap_policy=policy, param_init_fn=init if has_init else None)
     assert calls == ([] if not has_init else [plain, *layers] if policy is None else layers)
     assert {float(value.unique()) for value in model.state_dict().values()} == {3.0}
+
+
+# --- shared and ignored parameters ---
+
+
+def remembering() -> Callable[[nn.Module], None]:
+    """Gives memory to each parameter once, and registers the same one again in the next module."""
+    given: dict[nn.Parameter, nn.Parameter] = {}
+
+    def fill(module: nn.Module) -> None:
+        for name, parameter in list(module._parameters.items()):
+            if parameter is not None and parameter.is_meta:
+                given.setdefault(parameter, nn.Parameter(torch.ones_like(parameter, device=device())))
+                setattr(module, name, given[parameter])
+
+    return fill
+
+
+@pytest.mark.spec("PROG-66")
+@pytest.mark.parametrize("has_units", [False, True])
+@flat_or_original
+@pytest.mark.parametrize("start", ["real on rank 0", "reset", "remembering"])
+@ranks(2)
+def test_a_shared_parameter_on_the_meta_device_is_still_shared(start: str, keep: bool, has_units: bool) -> None:
+    is_real = start == "real on rank 0" and dist.get_rank() == 0
+    fill = remembering() if start == "remembering" else None
+    if start == "real on rank 0" and not is_real:
+        fill = lambda module: module.to_empty(device=device(), recurse=False)  # noqa: E731
+    model: Any = seeded(LanguageModel) if is_real else on_meta(LanguageModel)
+    options: Any = {"param_init_fn": fill, "use_orig_params": keep, "sync_module_states": True, "device_id": device()}
+    if has_units:
+        model.block = FSDP(model.block, **options)
+    model, plain = FSDP(model, **options), seeded(LanguageModel)
+    state = model.state_dict()
+    if start == "real on rank 0":
+        assert_close(state, plain.state_dict(), rtol=0, atol=0)
+    assert torch.equal(state["embedding.weight"], state["head.weight"])
+    plain.load_state_dict(state)
+    for each in (model, plain):
+        each(torch.arange(6, device=device()).view(2, 3)).backward()
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    assert_close(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.spec("PROG-66")
+@flat_or_original
+@ranks(2)
+def test_a_shared_parameter_on_the_meta_device_in_two_units_is_refused(keep: bool) -> None:
+    model = on_meta(LanguageModel)
+    model.embedding = FSDP(model.embedding, use_orig_params=keep, device_id=device())
+    with pytest.raises(ValueError, match=rf"rank {dist.get_rank()}: .*weight"):
+        FSDP(model, use_orig_params=keep, device_id=device())
+
+
+@pytest.mark.spec("PROG-67")
+@pytest.mark.parametrize("start", ["reset", "remembering"])
+@flat_or_original
+@ranks(2)
+def test_an_ignored_parameter_on_the_meta_device_stays_ignored(keep: bool, start: str) -> None:
+    model = on_meta(lambda: nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2)))
+    fill = remembering() if start == "remembering" else None
+    options: Any = {"ignored_states": [model[0].bias], "param_init_fn": fill, "use_orig_params": keep}
+    wrapper: Any = FSDP(model, device_id=device(), **options)
+    assert any(wrapper.module[0].bias is parameter for parameter in wrapper.parameters())
+    assert wrapper._unit.layout.sharding.padded_numel == 15 + 10 + 2 + 1
+    wrapper(torch.ones(2, 3, device=device())).sum().backward()
+    assert wrapper.module[0].bias.grad.shape == (5,)

@@ -16,7 +16,7 @@ from spec_tests.models.modules import Stack, seeded
 from spec_tests.models.running import batch
 from spec_tests.subject import ShardingStrategy, trace
 
-SHARD_GRAD_OP = ShardingStrategy.SHARD_GRAD_OP
+SHARD_GRAD_OP, HYBRID_SHARD_ZERO2 = ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy._HYBRID_SHARD_ZERO2
 # The root and its four blocks.
 NUM_UNITS = 5
 
@@ -31,33 +31,23 @@ def num_gathers(model: Any, *, trains: bool = False) -> int:
 
 
 @pytest.mark.spec("FRESH-03")
-@apis.all_apis
-@ranks(2)
-def test_ranks_may_evaluate_different_numbers_of_batches_where_parameters_are_kept(api: apis.Api) -> None:
-    model = api.shard(strategy=SHARD_GRAD_OP)
+@apis.settings_of(
+    *((api, SHARD_GRAD_OP) for api in apis.ALL_APIS),
+    (apis.WRAPPED, HYBRID_SHARD_ZERO2),
+    (apis.ORIGINALS, HYBRID_SHARD_ZERO2),
+)
+@ranks(4)
+def test_ranks_may_evaluate_different_numbers_of_batches_where_parameters_are_kept(api: Any, strategy: Any) -> None:
+    model = api.shard(strategy=strategy)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
         model(batch()).sum().backward()
         optimizer.step()
         assert num_gathers(model) == NUM_UNITS
-        for _ in range(4 if dist.get_rank() == 0 else 1):
+        for _ in range(4 - dist.get_rank()):
             assert num_gathers(model) == 0
         # A forward recorded by autograd uses the memory, too.
         assert num_gathers(model, trains=True) == 0
-
-
-@pytest.mark.spec("FRESH-03")
-@apis.wrapper_apis
-@ranks(4)
-def test_replicas_with_kept_parameters_may_evaluate_different_numbers_of_batches(api: apis.Api) -> None:
-    model = api.shard(strategy=ShardingStrategy._HYBRID_SHARD_ZERO2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        model(batch()).sum().backward()
-        optimizer.step()
-        assert num_gathers(model) == NUM_UNITS
-        for _ in range(1 + dist.get_rank()):
-            assert num_gathers(model) == 0
 
 
 class Checkpointed(Stack):
@@ -80,22 +70,6 @@ def test_a_checkpointed_unit_is_not_an_evaluation_and_is_kept_for_the_next_forwa
         assert recorder.count("AG") == NUM_UNITS
         model(batch())
     assert recorder.count("AG") == NUM_UNITS
-
-
-@pytest.mark.spec("FRESH-03")
-@pytest.mark.parametrize(
-    ("api", "options", "later"),
-    [
-        # The root stays unsharded, except with `reshard_after_forward=True`.
-        *((api, {}, NUM_UNITS - 1) for api in apis.ALL_APIS),
-        (apis.FULLY_SHARD, {"reshard_after_forward": True}, NUM_UNITS),
-    ],
-    ids=str,
-)
-@ranks(2)
-def test_each_evaluation_all_gathers_each_resharded_unit_once(api: Any, options: dict[str, Any], later: int) -> None:
-    model = api.shard(**options)
-    assert [num_gathers(model) for _ in range(3)] == [NUM_UNITS, later, later]
 
 
 @pytest.mark.spec("FRESH-03")

@@ -101,34 +101,6 @@ def test_inner_unit_trains_alone_between_steps_of_root(keep: bool, strategy: Sha
         assert {event.unit for event in recorder.events if event.kind == "F"} == units
 
 
-# --- a reference that the model keeps ---
-
-
-class Keeps(nn.Module):
-    """Uses a layer's weight through its own reference, which the wrapper cannot detect."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(6, 6, bias=False)
-        self.kept = [self.layer.weight]
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.kept[0].T
-
-
-@pytest.mark.spec("FWD-03")
-@ranks(2)
-def test_parameter_in_a_list_of_its_module_has_current_values_and_gets_a_gradient() -> None:
-    model = FSDP(seeded(Keeps))
-    (flat,) = model.parameters()
-    with torch.no_grad():
-        flat.zero_()
-    output = model(batch())
-    assert not output.any()
-    output.sum().backward()
-    assert flat.grad is not None and flat.grad.any()
-
-
 # --- the parameters that a module has in forward ---
 
 

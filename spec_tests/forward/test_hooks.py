@@ -100,16 +100,6 @@ def test_step_has_minimal_collectives_and_correct_gradients(
         assert recorder.count("AG") == (num_gathers if strategy is FULL else 3)
 
 
-@pytest.mark.spec("SHARD-16")
-@ranks(2)
-def test_no_shard_unit_is_all_reduced_and_never_all_gathered() -> None:
-    model = in_a_row(three(), with_options(sharding_strategy=NONE))
-    assert_trains_like(model, three(), range(2))
-    with trace.record() as recorder:
-        model(batch()).sum().backward()
-    assert [event.kind for event in recorder.events if event.ranks] == ["AR"] * 3
-
-
 # --- a backward that does not use a unit ---
 
 

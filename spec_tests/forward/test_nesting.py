@@ -18,36 +18,16 @@ from spec_tests.harness import device, ranks
 from spec_tests.models.gradients import assert_trains_like
 from spec_tests.models.kinds import every_kind, shard
 from spec_tests.models.modules import seeded
+from spec_tests.models.probes import probes
 from spec_tests.models.running import batch
 from spec_tests.models.sharding import wrapped
-from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, trace
+from spec_tests.subject import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
 
 FSDP = FullyShardedDataParallel
 FLAT_STRATEGIES = [*ShardingStrategy][:3]
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 
 # --- the root ---
-
-
-@pytest.mark.spec("CTOR-10")
-@pytest.mark.parametrize("has_run", [False, True])
-@ranks(2)
-def test_the_outermost_instance_is_the_root_and_the_others_are_not(has_run: bool) -> None:
-    model = wrapped()
-    if has_run:
-        model(batch()).sum().backward()
-    inner = model.blocks[1]
-    assert FSDP.fsdp_modules(model, root_only=True) == [model]
-    # These methods can only be called on the root.
-    for call in (inner.no_sync().__enter__, lambda: inner.clip_grad_norm_(1.0)):
-        with refused(RuntimeError, "root"):
-            call()
-    with refused(AssertionError, "root"):
-        inner.register_comm_hook(None, print)
-    with model.no_sync():
-        model(batch()).sum().backward()
-    model(batch()).sum().backward()
-    assert float(model.clip_grad_norm_(1.0)) > 0.0
 
 
 @pytest.mark.spec("CTOR-10")
@@ -242,13 +222,35 @@ def test_two_models_with_a_common_unit_run_forward_before_both_run_backward(kind
     assert_close(*outputs)
 
 
-@pytest.mark.spec("PROG-47")
+# --- a program calls an inner unit directly ---
+
+
+@pytest.mark.spec("MP-13", "MP-16")
+@pytest.mark.parametrize(("on_root", "elsewhere"), [(True, False), (False, True)])
+@flat_or_original
 @ranks(2)
-def test_a_tensor_of_the_program_can_be_set_on_the_wrapper_and_a_module_of_the_model_cannot() -> None:
-    plain = seeded()
-    plain.temperature = None
-    model = FSDP(plain)
-    model.temperature = torch.tensor(2.0)
-    model.temperature = copy.copy(model.temperature)
-    with pytest.raises(AttributeError, match="E-set-on-wrapper"):
-        model.leave = nn.Linear(4, 4)
+def test_its_own_setting_decides_whether_it_casts_its_inputs(on_root: bool, elsewhere: bool, keep: bool) -> None:
+    """Defect: the unit that the program calls counts as the root."""
+    precision = MixedPrecision(
+        param_dtype=torch.bfloat16, cast_root_forward_inputs=on_root, cast_forward_inputs=elsewhere
+    )
+    (probe,) = probes(1)
+    inner = FSDP(probe, mixed_precision=precision, use_orig_params=keep)
+    outer = nn.Sequential(nn.Linear(6, 6), inner).to(device())
+    model = FSDP(outer, use_orig_params=keep)
+    for call in (model, inner, model, inner):
+        call(batch()).sum().backward()
+        assert probe.seen["x"] is (torch.bfloat16 if elsewhere else torch.float32)
+
+
+@pytest.mark.spec("PROG-01", "SUMMON-10")
+@flat_or_original
+@ranks(2)
+def test_it_runs_while_another_unit_is_summoned_on_the_first_rank(keep: bool) -> None:
+    """Defect: the forward of a unit is refused because of a unit that it does not use."""
+    plain, model = seeded(), wrapped(use_orig_params=keep)
+    blocks = model.module.blocks
+    with torch.no_grad():
+        model(batch())
+        with FSDP.summon_full_params(blocks[0], rank0_only=True, writeback=False):
+            assert torch.equal(blocks[1](batch()), plain.blocks[1](batch()))

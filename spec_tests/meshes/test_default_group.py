@@ -11,7 +11,7 @@ from torch import nn
 from minifsdp.batches import token_scale
 from spec_tests.harness.accounting import ROOT
 from spec_tests.harness.programs import output_of_ranks
-from spec_tests.subject import FullyShardedDataParallel, ShardedGradScaler, fully_shard
+from spec_tests.subject import FullyShardedDataParallel, ShardedGradScaler, ShardingStrategy, fully_shard
 
 pytestmark = pytest.mark.pure
 
@@ -86,10 +86,12 @@ def test_fully_shard_without_a_launcher_names_launcher_init_function_and_mesh(mo
     assert "process_group=" not in str(caught.value)
 
 
-@pytest.mark.spec("START-03")
+@pytest.mark.spec("START-03", "CTOR-07")
 def test_error_of_each_other_function_names_its_own_argument() -> None:
-    with pytest.raises(RuntimeError, match=r"init_process_group\(\).*process_group="):
-        FullyShardedDataParallel(nn.Linear(2, 2))
+    for strategy in (None, ShardingStrategy.NO_SHARD, ShardingStrategy.HYBRID_SHARD):
+        # The device is given, because this process belongs to no rank and must not create a context on a GPU.
+        with pytest.raises(RuntimeError, match=r"init_process_group\(\).*process_group="):
+            FullyShardedDataParallel(nn.Linear(2, 2), sharding_strategy=strategy, device_id=torch.device("cpu"))
     with pytest.raises(RuntimeError, match=r"init_process_group\(\).*pass group="):
         token_scale(torch.ones(()))
     with pytest.raises(RuntimeError, match=r"init_process_group\(\).*process_group="):
