@@ -88,20 +88,6 @@ def test_comm_hook_of_a_sharded_unit_gets_the_padded_unsharded_gradient_and_an_o
         assert (out.dtype, out.device) == (grad.dtype, grad.device)
 
 
-@pytest.mark.spec("HOOK-02")
-@ranks(4)
-def test_each_rank_fills_its_own_shard() -> None:
-    model = apis.WRAPPED.shard(seeded(odd))
-
-    def pick(state: None, grad: Tensor, out: Tensor) -> None:
-        out.copy_(grad.chunk(4)[dist.get_rank()])
-
-    model.register_comm_hook(None, pick)
-    model(running.batch(0, 0)).square().mean().backward()
-    expected = values.local_gradients(seeded(odd), [0], 0)
-    values.assert_same(apis.WRAPPED.gradients(model), expected, bitwise=True)
-
-
 @pytest.mark.spec("HOOK-03", "HOOK-04")
 @pytest.mark.parametrize("is_alone", [False, True], ids=["NO_SHARD", "a group of one rank"])
 @apis.wrapper_apis

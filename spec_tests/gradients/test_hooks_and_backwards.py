@@ -1,4 +1,4 @@
-"""Special cases: several backwards, hooks, frozen submodules, complex numbers, and tensor parallelism.
+"""Special cases: several backwards, hooks, frozen submodules and complex numbers.
 
 No single requirement covers these cases, but existing training loops depend on them.
 """
@@ -9,11 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from spec_tests.harness import ranks
 from spec_tests.models import apis, gradients, modules, running, values
@@ -103,24 +100,6 @@ def test_units_work_independently_if_their_root_is_never_called() -> None:
         assert {type(p.data) for p in model.parameters()} == {DTensor}
 
 
-# --- hooks and values of parameters ---
-
-
-@pytest.mark.spec("FS2-04", "FS2-13")
-@ranks(2)
-def test_conversion_of_the_sharded_model_takes_effect() -> None:
-    model, plain = apis.FULLY_SHARD.shard(), modules.seeded().double()
-    gradients.assert_mean_gradients(model, modules.seeded(), [0])
-    model.to(torch.float64)
-    model(running.batch().double()).square().mean().backward()
-    assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float64}
-    expected = gradients.mean_gradients_of(lambda net, x: net(x.double()).square().mean(), plain)
-    for name, gradient in apis.FULLY_SHARD.gradients(model).items():
-        torch.testing.assert_close(gradient, expected[name])
-    for name, value in apis.FULLY_SHARD.values(model).items():
-        torch.testing.assert_close(value, values.named(plain)[name])
-
-
 # --- complex numbers ---
 
 
@@ -143,41 +122,3 @@ def test_unit_of_complex_parameters_trains_like_an_unsharded_one() -> None:
         fully_shard(part)
     gradients.assert_mean_gradients(model, plain, [0], bitwise=False)
     assert model[1].filter.is_complex()
-
-
-# --- together with tensor parallelism ---
-
-
-@pytest.mark.spec("FS2-04", "FS2-16")
-@ranks(4)
-def test_data_parallel_and_tensor_parallel_use_different_mesh_dimensions() -> None:
-    mesh = init_device_mesh(running.batch().device.type, (2, 2), mesh_dim_names=("data", "tensor"))
-    dist.barrier()
-    plain, model = (modules.seeded(lambda: nn.Sequential(modules.MLP(6, 24), modules.MLP(6, 24))) for _ in range(2))
-    for layers in model:
-        parallelize_module(layers, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        fully_shard(layers, mesh=mesh["data"])
-    fully_shard(model, mesh=mesh["data"])
-    optimizer, oracle = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain))
-    for step in range(3):
-        # Ranks of one tensor-parallel group use the same batch.
-        model(running.batch(step, mesh["data"].get_local_rank())).square().mean().backward()
-        expected = values.mean_gradients(plain, [step], num_ranks=2)
-        values.assert_same(apis.FULLY_SHARD.gradients(model), expected)
-        optimizer.step()
-        optimizer.zero_grad()
-        gradients.step_with(expected, plain, oracle)
-    values.assert_same(apis.FULLY_SHARD.values(model), values.named(plain))
-
-
-@pytest.mark.spec("FS2-04")
-@ranks(4)
-def test_gradients_of_parameters_that_tensor_parallelism_replicates_are_summed() -> None:
-    mesh = init_device_mesh(running.batch().device.type, (2, 2), mesh_dim_names=("data", "tensor"))
-    plain, model = (modules.seeded(lambda: nn.Sequential(nn.LayerNorm(6))) for _ in range(2))
-    # Each rank has a part of the sequence.
-    parallelize_module(model, mesh["tensor"], {"0": SequenceParallel(sequence_dim=0, use_local_output=True)})
-    fully_shard(model, mesh=mesh["data"])
-    model(running.batch()).square().mean().backward()
-    sums = {name: 2 * gradient for name, gradient in values.mean_gradients(plain, [0]).items()}
-    values.assert_same(apis.FULLY_SHARD.gradients(model), sums, bitwise=False)

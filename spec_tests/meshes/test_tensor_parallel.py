@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from spec_tests.harness import device, kept, ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import loss_of
-from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, HYBRID_SHARD, SHARD_GRAD_OP
+from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, SHARD_GRAD_OP
 from spec_tests.models.values import assert_same, full
 from spec_tests.subject import (
     FullOptimStateDictConfig,
@@ -135,16 +135,6 @@ def test_tensor_parallel_model_trains_like_one_process(
     model = built(sharding_strategy=strategy, auto_wrap_policy=policy, use_orig_params=use_orig_params)
     plain = seeded(Tower)
     assert len(FSDP.fsdp_modules(model)) == num_units
-    train(model, of_this_rank)
-    train(plain, of_both_copies)
-    expect(model, plain)
-
-
-@pytest.mark.spec("NEW-01", "HYB-05")
-@ranks(4)
-def test_replicas_of_tensor_parallel_model_average_gradients() -> None:
-    mesh = meshes(2, 1, 2)
-    model, plain = built(mesh, device_mesh=mesh["replicate", "shard"], sharding_strategy=HYBRID_SHARD), seeded(Tower)
     train(model, of_this_rank)
     train(plain, of_both_copies)
     expect(model, plain)
