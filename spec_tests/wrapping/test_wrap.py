@@ -1,53 +1,123 @@
-"""Which modules become units. These tests need no process group, because they replace the wrapper with `Box`.
+"""Which modules become units, and the wrappers that a policy inserts.
 
-The reference is torch's own ``_auto_wrap`` with the same replacement. ``test_wrap_units.py`` and other files test the
-requirements that need the real wrapper (WRAP-01, WRAP-11, WRAP-14, WRAP-15, WRAP-17).
+These tests need no process group: `Box` replaces the wrapper. The reference is torch's own ``_auto_wrap`` with the same
+replacement. ``test_wrap_units.py`` and other files test the requirements that need the real wrapper (WRAP-01, WRAP-11,
+WRAP-14, WRAP-15, WRAP-17).
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.fsdp.wrap as torch_wrap
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointWrapper,
     apply_activation_checkpointing,
 )
+from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
+from torch.distributed.fsdp._wrap_utils import _auto_wrap
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import minifsdp.wrap
 from minifsdp.fsdp1.options import MixedPrecision
-from minifsdp.fsdp1.wrap import auto_wrap, choose, require_policy
+from minifsdp.fsdp1.wrap import apply, auto_wrap, choose, require_policy
 from minifsdp.wrap import default_auto_wrap_policy
 from spec_tests import subject
 from spec_tests.subject import (
     CustomPolicy,
     ModuleWrapPolicy,
     always_wrap_policy,
+    enable_wrap,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
 )
-from spec_tests.wrapping.boxes import (
-    Block,
-    Box,
-    WideBlock,
-    at_least_40,
-    blocks,
-    boxes,
-    chosen_paths,
-    cut,
-    cut_by_torch,
-    linears,
-)
 
-_or_policy = subject.wrap._or_policy
+at_least_40 = functools.partial(size_based_auto_wrap_policy, min_num_params=40)
+
+
+class Box(nn.Module):
+    """Replaces the wrapper: stores its arguments and does nothing else."""
+
+    def __init__(self, module: nn.Module, **kwargs: Any) -> None:
+        super().__init__()
+        self._fsdp_wrapped_module = module
+        self.kwargs = kwargs
+
+    @property
+    def module(self) -> nn.Module:
+        return self._fsdp_wrapped_module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module(*args, **kwargs)
+
+
+class Block(nn.Module):
+    """Has a parameter of its own in addition to its submodules."""
+
+    def __init__(self, *parts: nn.Module) -> None:
+        super().__init__()
+        self.own = nn.Parameter(torch.zeros(7))
+        self.parts = nn.ModuleList(parts)
+
+
+class WideBlock(Block):
+    pass
+
+
+def linears() -> nn.Sequential:
+    """120 elements: two layers of 30, and a submodule with two more layers."""
+    return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5)))
+
+
+def blocks() -> nn.Module:
+    return Block(WideBlock(nn.Linear(3, 4), nn.BatchNorm1d(4)), Block(nn.Linear(6, 6), nn.LayerNorm(6)), nn.ReLU())
+
+
+def boxes(root: nn.Module) -> dict[str, dict[str, Any]]:
+    """The arguments of every `Box` in the tree, by the original path of the module inside."""
+    found = {}
+    for path, module in root.named_modules(remove_duplicate=False):
+        if isinstance(module, Box):
+            names = [name for name in path.split(".") if name != "_fsdp_wrapped_module"]
+            found[".".join(names)] = module.kwargs
+    return found
+
+
+def cut(root: nn.Module, policy: Any, **kwargs: Any) -> dict[str, dict[str, Any]]:
+    ignored = {name: kwargs.pop(name, ()) for name in ("ignored_modules", "ignored_params")}
+    auto_wrap(root, policy, Box, kwargs, **ignored)
+    return boxes(root)
+
+
+def cut_by_torch(
+    root: nn.Module,
+    policy: Any,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_params: Iterable[nn.Parameter] = (),
+    **kwargs: Any,
+) -> dict[str, dict[str, Any]]:
+    modules = {inner for module in ignored_modules for inner in module.modules()}
+    parameters = {*ignored_params, *(p for module in modules for p in module.parameters())}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _auto_wrap(root, policy, modules, parameters, {"mixed_precision": None, **kwargs}, Box)
+    return boxes(root)
+
+
+def chosen_paths(root: nn.Module, policy: Any, *args: Any) -> list[str]:
+    paths = {module: path for path, module in root.named_modules()}
+    return [paths[module] for module in choose(root, policy, *args)]
 
 
 Call = tuple[str, bool, int]
@@ -73,22 +143,6 @@ def recording(root: nn.Module, policy: Callable[..., bool]) -> tuple[Callable[..
 
 
 # --- the protocol of policies that are functions ---
-
-
-@pytest.mark.spec("WRAP-02", "WRAP-03", "WRAP-10")
-def test_policy_is_called_before_and_after_children() -> None:
-    root = linears()
-    policy, calls = recording(root, at_least_40)
-    assert chosen_paths(root, policy) == ["2"]
-    assert calls == [
-        ("", True, 120),
-        ("0", True, 30),
-        ("1", True, 30),
-        ("2", True, 60),
-        ("2.0", True, 30),
-        ("2.1", True, 30),
-        ("2", False, 60),
-    ]
 
 
 POLICIES: dict[str, Callable[..., bool]] = {
@@ -186,7 +240,7 @@ def test_module_wrap_policy_is_also_a_function_that_others_can_be_combined_with(
     assert policy(nn.Linear(1, 1), recurse=True, nonwrapped_numel=1)
     assert not policy(nn.Linear(1, 1), False, 1)
     norms = functools.partial(lambda_auto_wrap_policy, lambda_fn=lambda m: isinstance(m, nn.LayerNorm))
-    both = functools.partial(_or_policy, policies=[policy, norms])
+    both = functools.partial(subject.wrap._or_policy, policies=[policy, norms])
     assert chosen_paths(blocks(), both) == ["parts.0", "parts.1.parts.1"]
     assert repr(policy) == "ModuleWrapPolicy({WideBlock})"
 
@@ -371,3 +425,203 @@ def test_warnings_point_to_the_calling_line_of_the_program() -> None:
         auto_wrap(blocks(), always_wrap_policy, Box, {"mixed_precision": MixedPrecision()})
     assert [w.filename for w in caught] == [__file__] * 3
     assert [w.lineno - caught[0].lineno for w in caught] == [0, 1, 2]
+
+
+wrap, module_wrap_policy = subject.wrap.wrap, subject.wrap._module_wrap_policy
+
+
+# --- inserting wrappers ---
+
+
+@pytest.mark.spec("WRAP-03", "WRAP-10")
+def test_wrappers_are_created_from_inner_to_outer_with_inner_ones_in_place() -> None:
+    root, made = linears(), []
+
+    def make(module: nn.Module, **kwargs: Any) -> Box:
+        made.append((module, boxes(module)))
+        return Box(module, **kwargs)
+
+    outer, inner = root[2], root[2][1]
+    apply(root, {inner: {"a": 1}, outer: {}}, make, {"a": 0})
+    assert made == [(inner, {}), (outer, {"1": {"a": 1}})]
+    assert boxes(root) == {"2": {"a": 0}, "2.1": {"a": 1}}
+    assert type(root) is nn.Sequential
+
+
+@pytest.mark.spec("WRAP-13")
+@pytest.mark.parametrize(("place", "path"), [((0,), "0"), ((2, 1), r"2\.1")])
+@pytest.mark.parametrize("policy", [always_wrap_policy, ModuleWrapPolicy({nn.Linear})])
+def test_nested_wrapper_is_refused_with_its_name(place: tuple[int, ...], path: str, policy: Any) -> None:
+    root = linears()
+    parent = functools.reduce(lambda module, index: module[index], place[:-1], root)
+    parent[place[-1]] = Box(parent[place[-1]])
+    root.append(Box(nn.Linear(1, 1)))
+    before = boxes(root)
+    with pytest.raises(ValueError, match=f"already have FSDP applied but found {path} in Sequential"):
+        cut(root, policy)
+    assert boxes(root) == before
+
+
+# --- modules without mixed precision ---
+
+
+@pytest.mark.spec("MP-19")
+@pytest.mark.parametrize(
+    "policy",
+    [lambda **question: False, ModuleWrapPolicy({WideBlock}), CustomPolicy(lambda m: isinstance(m, WideBlock))],
+)
+def test_batch_norms_become_full_precision_units_for_any_policy(policy: Any) -> None:
+    low = MixedPrecision(torch.bfloat16)
+    with pytest.warns(
+        UserWarning, match="contains BatchNorm1d. These modules will be wrapped as separate FSDP"
+    ) as all_:
+        found = cut(blocks(), policy, mixed_precision=low, prefetch=1)
+    assert len(all_) == 1
+    assert found.pop("parts.0.parts.1") == {"mixed_precision": None, "prefetch": 1}
+    assert found == ({} if inspect.isfunction(policy) else {"parts.0": {"mixed_precision": low, "prefetch": 1}})
+
+
+@pytest.mark.spec("MP-19", "NEW-02")
+def test_batch_norm_keeps_custom_policy_options_except_precision() -> None:
+    low = MixedPrecision(torch.bfloat16)
+    policy = CustomPolicy(lambda m: {"a": 2, "mixed_precision": low} if isinstance(m, nn.BatchNorm1d) else False)
+    with pytest.warns(UserWarning, match="BatchNorm1d"):
+        assert cut(blocks(), policy, a=1, mixed_precision=low) == {"parts.0.parts.1": {"a": 2, "mixed_precision": None}}
+
+
+@pytest.mark.spec("MP-19", "WRAP-03")
+def test_ignored_classes_are_wrapped_before_their_parent() -> None:
+    block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    policy = functools.partial(size_based_auto_wrap_policy, min_num_params=80)
+    assert chosen_paths(nn.Sequential(block), policy) == ["0"]
+    assert chosen_paths(nn.Sequential(block), policy, (), (), (_BatchNorm,)) == ["0.1"]
+
+
+@pytest.mark.spec("MP-19", "IGN-10")
+def test_ignored_batch_norm_is_not_changed() -> None:
+    root = blocks()
+    norm = next(module for module in root.modules() if isinstance(module, nn.BatchNorm1d))
+    found = cut(root, always_wrap_policy, mixed_precision=MixedPrecision(), ignored_modules=[norm])
+    assert "parts.0" in found and "parts.0.parts.1" not in found
+    assert not norm._forward_pre_hooks
+
+
+@pytest.mark.spec("MP-19", "WRAP-07")
+def test_mixed_precision_does_not_split_unwrapped_attention() -> None:
+    tree = nn.ModuleList([nn.Sequential(nn.MultiheadAttention(20, 1), nn.BatchNorm1d(4))])
+    exclude = functools.partial(at_least_40, exclude_wrap_modules={nn.ModuleList, nn.Sequential})
+    with pytest.warns(UserWarning, match="BatchNorm1d"):
+        assert set(cut(tree, exclude, mixed_precision=MixedPrecision())) == {"0.1"}
+
+
+class Probe(nn.LayerNorm):
+    """Records the dtypes of its inputs. It converts one of its outputs itself."""
+
+    def forward(self, input: torch.Tensor, index: torch.Tensor, *, more: Any) -> Any:
+        self.seen = [input.dtype, index.dtype, more[0].dtype]
+        output = super().forward(input)
+        return output, {"index": index, "half": output.half()}
+
+
+@pytest.mark.spec("MP-19")
+@pytest.mark.parametrize("own", [torch.float32, torch.float64])
+def test_ignored_class_computes_in_own_dtype(own: torch.dtype) -> None:
+    root = nn.Sequential(Probe(4, dtype=own))
+    precision = MixedPrecision(_module_classes_to_ignore=(Probe,))
+    with pytest.warns(UserWarning, match="Probe"):
+        cut(root, lambda **question: False, mixed_precision=precision)
+    for dtype in (torch.bfloat16, own):
+        x = torch.randn(2, 4, dtype=dtype)
+        output, rest = root[0](x, torch.tensor([1]), more=[x])
+        assert root[0].module.seen == [own, torch.int64, own]
+        assert (output.dtype, rest["index"].dtype) == (dtype, torch.int64)
+        assert rest["half"].dtype is (torch.bfloat16 if dtype is torch.bfloat16 else torch.float16)
+
+
+@pytest.mark.spec("MP-19")
+def test_ignored_class_without_tensors_of_its_own_computes_in_float32() -> None:
+    seen: list[torch.dtype] = []
+    norm = nn.BatchNorm1d(4, affine=False, track_running_stats=False)
+    norm.register_forward_hook(lambda module, args, output: seen.append(output.dtype))
+    root = nn.Sequential(norm)
+    with pytest.warns(UserWarning, match="BatchNorm1d"):
+        cut(root, lambda **question: False, mixed_precision=MixedPrecision())
+    assert root(torch.randn(2, 4, dtype=torch.bfloat16)).dtype is torch.bfloat16
+    assert seen == [torch.float32]
+
+
+# --- manual wrapping ---
+
+
+@pytest.mark.spec("WRAP-12")
+def test_wrap_creates_a_unit_with_the_arguments_of_the_innermost_context() -> None:
+    layer = nn.Linear(2, 2)
+    assert wrap(layer, a=1) is layer
+    with enable_wrap(wrapper_cls=Box, a=1, b=2):
+        with pytest.raises(KeyError), enable_wrap(wrapper_cls=Box, d=5):
+            assert wrap(nn.Linear(1, 1)).kwargs == {"d": 5}
+            raise KeyError
+        wrapped = wrap(layer, b=3, c=4)
+    assert isinstance(wrapped, Box) and wrapped.module is layer
+    assert wrapped.kwargs == {"a": 1, "b": 3, "c": 4}
+    assert wrap(layer) is layer
+
+
+@pytest.mark.spec("WRAP-12")
+def test_wrap_context_of_one_thread_does_not_affect_another_thread() -> None:
+    seen: list[nn.Module] = []
+    with enable_wrap(wrapper_cls=Box):
+        thread = threading.Thread(target=lambda: seen.append(wrap(nn.Linear(1, 1))))
+        thread.start()
+        thread.join()
+    assert type(seen[0]) is nn.Linear
+
+
+# --- any tree ---
+
+ANY_TREES = st.recursive(
+    st.sampled_from(["linear", "batch norm", "attention"]),
+    lambda children: st.tuples(st.sampled_from(["list", "block", "wide block"]), st.lists(children, max_size=3)),
+    max_leaves=10,
+)
+
+
+def build(tree: Any) -> nn.Module:
+    match tree:
+        case "linear":
+            return nn.Linear(5, 5)
+        case "batch norm":
+            return nn.BatchNorm1d(5)
+        case "attention":
+            return nn.MultiheadAttention(5, 1)
+        case ("list", children):
+            return nn.ModuleList(map(build, children))
+        case (kind, children):
+            return (Block if kind == "block" else WideBlock)(*map(build, children))
+
+
+@pytest.mark.spec("WRAP-03", "WRAP-05", "WRAP-06", "WRAP-10", "IGN-10", "MP-19")
+@settings(deadline=None)
+@given(
+    st.lists(ANY_TREES, min_size=1, max_size=3),
+    st.sampled_from(
+        [
+            functools.partial(size_based_auto_wrap_policy, min_num_params=30, force_leaf_modules=set()),
+            functools.partial(size_based_auto_wrap_policy, min_num_params=80, force_leaf_modules=set()),
+            functools.partial(module_wrap_policy, module_classes={Block, nn.Linear}),
+            functools.partial(module_wrap_policy, module_classes={WideBlock, nn.BatchNorm1d}),
+        ]
+    ),
+    st.integers(0, 50),
+    st.booleans(),
+)
+def test_policies_wrap_any_tree_like_torch(children: Any, policy: Any, ignored: int, low: bool) -> None:
+    found = []
+    for cutting, precision in ((cut, MixedPrecision), (cut_by_torch, TorchMixedPrecision)):
+        root = Block(*map(build, children))
+        modules = list(root.modules())[1:]
+        mixed = precision(param_dtype=torch.bfloat16) if low else None
+        with warnings.catch_warnings(action="ignore"):
+            units = cutting(root, policy, ignored_modules=[modules[ignored % len(modules)]], mixed_precision=mixed)
+        found.append({path: arguments["mixed_precision"] is None for path, arguments in units.items()})
+    assert found[0] == found[1]

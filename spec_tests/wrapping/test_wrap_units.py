@@ -41,18 +41,6 @@ flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "
 # --- the parameters of units ---
 
 
-@pytest.mark.spec("WRAP-01")
-@ranks(2)
-def test_no_policy_makes_one_unit_and_keeps_manually_wrapped_children() -> None:
-    model = FSDP(seeded(), auto_wrap_policy=None)
-    assert FSDP.fsdp_modules(model) == [model]
-    plain = seeded()
-    for index in (1, 3):
-        plain.blocks[index] = FSDP(plain.blocks[index])
-    model = FSDP(plain)
-    assert FSDP.fsdp_modules(model) == [model, plain.blocks[1], plain.blocks[3]]
-
-
 def wrap_nothing(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> bool:
     return recurse
 
