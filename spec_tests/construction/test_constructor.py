@@ -16,18 +16,12 @@ from torch.utils._pytree import tree_leaves, tree_structure
 
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, ranks
+from spec_tests.models import running
 from spec_tests.models.gradients import assert_trains_like
 from spec_tests.models.modules import seeded
-from spec_tests.models.running import batch, iterate
 from spec_tests.models.sharding import wrapped
-from spec_tests.subject import (
-    FullyShardedDataParallel,
-    ModuleWrapPolicy,
-    ShardingStrategy,
-    trace,
-)
-
-FSDP = FullyShardedDataParallel
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ModuleWrapPolicy, ShardingStrategy, trace
 
 # --- the arguments ---
 
@@ -95,7 +89,7 @@ class Echo(nn.Module):
 @ranks(2)
 def test_wrapper_passes_arguments_and_outputs_unchanged() -> None:
     plain, model = seeded(Echo), FSDP(seeded(Echo))
-    x, given = batch(), (1.5, {"x": batch()[:1], "tag": object()}, 2)
+    x, given = running.batch(), (1.5, {"x": running.batch()[:1], "tag": object()}, 2)
     (*found, answer), (*expected, plain_answer) = (each(x, *given, mask=x > 0.5, shift=x) for each in (model, plain))
     # Tuples compare their elements by identity first.
     assert model.module.received[0] == given
@@ -118,8 +112,8 @@ def test_with_original_parameters_an_optimizer_from_before_wrapping_trains(strat
     plain, reference = seeded(), wrapped()
     optimizer = torch.optim.SGD(plain.parameters(), lr=1.0)
     model = wrapped(plain, sharding_strategy=strategy, use_orig_params=True)
-    iterate(model, 0, optimizer)
-    iterate(reference, 0, torch.optim.SGD(reference.parameters(), lr=1.0))
+    running.iterate(model, 0, optimizer)
+    running.iterate(reference, 0, torch.optim.SGD(reference.parameters(), lr=1.0))
     assert_close(model.state_dict(), reference.state_dict(), rtol=0, atol=0)
     assert not torch.equal(model.state_dict()["enter.weight"], seeded().enter.weight)
 
@@ -138,10 +132,10 @@ def test_a_given_process_group_or_all_ranks_all_gather_and_reduce(is_given: bool
     plain, model = seeded(), wrapped(process_group=group if is_given else None)
     assert {unit.process_group for unit in FSDP.fsdp_modules(model)} == {group}
     with trace.record() as recorder:
-        iterate(model)
+        running.iterate(model)
     assert {(event.kind, event.ranks) for event in recorder.events if event.ranks} == {("AG", members), ("RS", members)}
     for rank in members:
-        (plain(batch(rank=rank)).square().mean() / len(members)).backward()
+        (plain(running.batch(rank=rank)).square().mean() / len(members)).backward()
     for each in (model, plain):
         torch.optim.SGD(each.parameters(), lr=1.0).step()
     assert_close(model.state_dict(), plain.state_dict())
@@ -164,7 +158,7 @@ def test_a_rank_in_a_group_of_its_own_trains_like_the_plain_model_and_sends_noth
     with trace.record() as recorder:
         for step in range(2):
             for each, optimizer in zip((plain, model), optimizers, strict=True):
-                iterate(each, step, optimizer)
+                running.iterate(each, step, optimizer)
     assert not any(event.ranks for event in recorder.events)
     assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
 
@@ -239,7 +233,7 @@ def test_empty_wrapper_around_a_wrapped_module_does_not_compute_with_shards(use_
     first = FSDP(nn.Linear(6, 6), **options)
     again = FSDP(first.module, **options)
     with refused(RuntimeError, "is sharded right now"):
-        again(batch())
+        again(running.batch())
 
 
 @pytest.mark.spec("CTOR-17")

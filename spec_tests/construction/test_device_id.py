@@ -22,10 +22,8 @@ from spec_tests.harness import device, ranks
 from spec_tests.models.gradients import assert_trains_like
 from spec_tests.models.modules import seeded
 from spec_tests.models.sharding import wrapped
-from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy
-
-FSDP = FullyShardedDataParallel
-
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ModuleWrapPolicy
 
 # --- the choice ---
 
@@ -37,14 +35,6 @@ def test_a_model_trains_with_and_without_a_device_id(is_given: bool) -> None:
     model = wrapped(device_id=device() if is_given else None)
     assert {unit.compute_device for unit in FSDP.fsdp_modules(model)} == {device()}
     assert_trains_like(model)
-    assert {parameter.device for parameter in model.parameters()} == {device()}
-
-
-@pytest.mark.spec("DEV-01")
-@pytest.mark.accelerator
-@ranks(2)
-def test_an_index_selects_the_accelerator() -> None:
-    model = FSDP(nn.Linear(2, 2), device_id=device().index)
     assert {parameter.device for parameter in model.parameters()} == {device()}
 
 
@@ -105,7 +95,7 @@ def test_the_meta_device_and_a_function_that_was_not_called_are_refused() -> Non
         wrapped(device_id=torch.cuda.current_device, sync_module_states=True)
 
 
-@pytest.mark.spec("DEV-07")
+@pytest.mark.spec("DEV-01", "DEV-07")
 @pytest.mark.accelerator
 @ranks(2)
 def test_a_device_without_an_index_is_the_current_one_with_a_warning() -> None:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.testing import assert_close
 
 from spec_tests import subject
 from spec_tests.checkpoint.refusals import refused
@@ -23,10 +22,8 @@ from spec_tests.models import sharding
 from spec_tests.models.gradients import assert_trains_like
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import iterate
-from spec_tests.subject import CustomPolicy, FullyShardedDataParallel, ShardingStrategy, trace
-
-FSDP = FullyShardedDataParallel
-
+from spec_tests.subject import CustomPolicy, ShardingStrategy, trace
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 # --- groups as a mesh ---
 
@@ -99,23 +96,6 @@ def test_with_a_mesh_sharded_state_dicts_hold_the_dtensors_of_torch(
         assert tensor.device_mesh.mesh.tolist() == theirs[name].device_mesh.mesh.tolist()
         assert torch.equal(tensor.to_local(), theirs[name].to_local())
         assert torch.equal(tensor.full_tensor(), seeded().get_parameter(name))
-
-
-@pytest.mark.spec("NEW-01", "SD-SHARD-03")
-@ranks(2)
-def test_dtensors_of_torch_can_be_loaded_and_the_reverse() -> None:
-    mesh = sharding.line_mesh()
-    ours, again = sharding.wrapped(device_mesh=mesh), sharding.wrapped(device_mesh=mesh)
-    theirs = sharding.as_torch(seeded(), device_mesh=mesh)
-    assert_trains_like(ours)
-    expected = ours.state_dict()
-    sharded_state(torch_fsdp, theirs)  # sets the form that it loads
-    with warnings.catch_warnings(action="ignore"):
-        theirs.load_state_dict(sharded_state(subject.engine, ours))
-    sharded_state(subject.engine, again)
-    again.load_state_dict(sharded_state(torch_fsdp, theirs))
-    with FSDP.state_dict_type(again, subject.StateDictType.FULL_STATE_DICT):
-        assert_close(again.state_dict(), expected, rtol=0, atol=0)
 
 
 # --- arguments of single units ---

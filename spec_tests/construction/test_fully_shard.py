@@ -6,7 +6,6 @@ results in ``parity/test_parity.py``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -256,23 +255,6 @@ def test_two_equal_runs_reach_the_same_peak_of_memory() -> None:
         peaks.append(memory.max_memory_allocated())
         model.zero_grad()
     assert len(set(peaks[2:])) == 1, peaks
-
-
-@pytest.mark.spec("FS2-09")
-@ranks(2)
-def test_submodule_of_two_models_trains_in_both_models() -> None:
-    """Defect: a root whose child became part of another tree continues to use its own, invalid tree."""
-
-    def pair(shard: Callable[..., Any]) -> list[Any]:
-        first, second = seeded(), seeded()
-        second.blocks = first.blocks
-        for block in first.blocks:
-            shard(block)
-        return [shard(first), shard(second)]
-
-    ours, plain = pair(fully_shard), pair(lambda module: module)
-    for step, which in enumerate((0, 1, 0, 1, 1, 0)):
-        assert_trains_like(ours[which], plain[which], [step])
 
 
 # --- other methods that run a forward ---

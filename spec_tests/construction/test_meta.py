@@ -17,12 +17,12 @@ from torch.testing import assert_close
 
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, ranks
+from spec_tests.models import modules
 from spec_tests.models.arrangement import LanguageModel
-from spec_tests.models.modules import Stack, seeded
 from spec_tests.models.sharding import wrapped
-from spec_tests.subject import FullyShardedDataParallel, always_wrap_policy, trace
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import always_wrap_policy, trace
 
-FSDP = FullyShardedDataParallel
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 as_units = pytest.mark.parametrize("policy", [None, always_wrap_policy], ids=["one unit", "many units"])
 
@@ -215,7 +215,7 @@ def test_without_meta_tensors_param_init_fn_is_never_called_and_it_must_be_calla
 @pytest.mark.spec("META-10")
 @ranks(2)
 def test_policy_units_are_materialized_sent_and_sharded_one_after_the_other() -> None:
-    model = on_meta(Stack)
+    model = on_meta(modules.Stack)
     paths = {module: path for path, module in model.named_modules()}
     calls: list[tuple[str, int, int, int]] = []
 
@@ -305,11 +305,11 @@ def test_a_shared_parameter_on_the_meta_device_is_still_shared(start: str, keep:
     fill = remembering() if start == "remembering" else None
     if start == "real on rank 0" and not is_real:
         fill = lambda module: module.to_empty(device=device(), recurse=False)  # noqa: E731
-    model: Any = seeded(LanguageModel) if is_real else on_meta(LanguageModel)
+    model: Any = modules.seeded(LanguageModel) if is_real else on_meta(LanguageModel)
     options: Any = {"param_init_fn": fill, "use_orig_params": keep, "sync_module_states": True, "device_id": device()}
     if has_units:
         model.block = FSDP(model.block, **options)
-    model, plain = FSDP(model, **options), seeded(LanguageModel)
+    model, plain = FSDP(model, **options), modules.seeded(LanguageModel)
     state = model.state_dict()
     if start == "real on rank 0":
         assert_close(state, plain.state_dict(), rtol=0, atol=0)

@@ -14,15 +14,10 @@ from torch.distributed import distributed_c10d
 from torch.utils._pytree import tree_leaves
 
 from minifsdp import while_all_have_data
+from spec_tests import subject
 from spec_tests.harness import ranks
 from spec_tests.harness.simulated.nccl import SimulatedNccl
-from spec_tests.subject import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    FullyShardedDataParallel,
-    ShardingStrategy,
-    StateDictType,
-)
+from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy
 
 
 @pytest.mark.spec("STREAM-07")
@@ -79,9 +74,9 @@ def test_optimizer_states_use_no_memory_of_the_device_of_another_rank() -> None:
     assert saved["state"]["0.bias"]["history"][0].tolist() == [1.0]
     assert set(devices_in(saved)) <= {"cpu", str(mine)}
     given = saved if dist.get_rank() == 0 else {}
-    config = FullOptimStateDictConfig(rank0_only=True)
+    config = subject.FullOptimStateDictConfig(rank0_only=True)
     with FullyShardedDataParallel.state_dict_type(
-        model, StateDictType.FULL_STATE_DICT, FullStateDictConfig(rank0_only=True), config
+        model, subject.StateDictType.FULL_STATE_DICT, subject.FullStateDictConfig(rank0_only=True), config
     ):
         loaded = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, given)
     assert set(devices_in(loaded)) <= {"cpu", str(mine)}

@@ -13,9 +13,8 @@ from torch.testing import assert_close
 from spec_tests.harness import device, ranks
 from spec_tests.models import sharding
 from spec_tests.models.running import Wire
-from spec_tests.subject import FullyShardedDataParallel, ModuleWrapPolicy, ShardingStrategy, trace
-
-FSDP = FullyShardedDataParallel
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ModuleWrapPolicy, ShardingStrategy, trace
 
 
 def random_tower(seed: int) -> nn.Module:

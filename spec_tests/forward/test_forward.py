@@ -17,9 +17,9 @@ from spec_tests.models.gradients import assert_trains_like
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch
 from spec_tests.models.sharding import wrapped
-from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, trace
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ShardingStrategy, trace
 
-FSDP = FullyShardedDataParallel
 FLAT_STRATEGIES = FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = [*ShardingStrategy][:3]
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 

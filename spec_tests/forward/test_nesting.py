@@ -15,15 +15,15 @@ from torch.testing import assert_close
 
 from spec_tests.checkpoint.refusals import refused
 from spec_tests.harness import device, ranks
+from spec_tests.models import kinds
 from spec_tests.models.gradients import assert_trains_like
-from spec_tests.models.kinds import every_kind, shard
 from spec_tests.models.modules import seeded
 from spec_tests.models.probes import probes
 from spec_tests.models.running import batch
 from spec_tests.models.sharding import wrapped
-from spec_tests.subject import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, trace
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import MixedPrecision, ShardingStrategy, trace
 
-FSDP = FullyShardedDataParallel
 FLAT_STRATEGIES = [*ShardingStrategy][:3]
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 
@@ -195,31 +195,33 @@ class Headed(nn.Module):
         return self.head(torch.tanh(self.encoder(x)))
 
 
-@pytest.mark.spec("CTOR-11")
-@every_kind
-@pytest.mark.parametrize("has_one_backward", [True, False])
+@pytest.mark.spec("CTOR-11", "FS2-09")
+@kinds.every_kind
+@pytest.mark.parametrize("order", ["one backward", "two backwards", "in turn"])
 @ranks(2)
-def test_two_models_with_a_common_unit_run_forward_before_both_run_backward(kind: str, has_one_backward: bool) -> None:
+def test_two_models_with_a_common_unit_run_forward_before_both_run_backward(kind: str, order: str) -> None:
     """Defect: the second forward makes its model the root of the unit, and the first head gets no gradient."""
     encoder = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)).to(device())
-    plain = seeded(lambda: nn.ModuleList([Headed(encoder), Headed(encoder)]))
-    copied = copy.deepcopy(plain)
-    common = shard(kind, copied[0].encoder)
-    model = nn.ModuleList()
-    for one in copied:
+    plain = nn.ModuleList([Headed(encoder), Headed(encoder)])
+    model = copy.deepcopy(plain)
+    common = kinds.shard(kind, model[0].encoder)
+    for number, one in enumerate(model):
         one.encoder = common
-        model.append(shard(kind, one))
-    outputs = []
+        model[number] = kinds.shard(kind, one)
     for models in (plain, model):
         optimizer = torch.optim.SGD(list(dict.fromkeys(models.parameters())), lr=0.1)
         for step in range(3):
-            losses = [one(batch(step, rank=0) + number).square().mean() for number, one in enumerate(models)]
-            for loss in [sum(losses)] if has_one_backward else losses:
+            losses = []
+            for number, one in enumerate(models):
+                losses.append(one(batch(step, rank=0) + number).square().mean())
+                if order == "in turn":
+                    losses.pop().backward()
+            for loss in [sum(losses)] if order == "one backward" else losses:
                 loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        outputs.append([one(batch(rank=0)) for one in models])
-    assert_close(*outputs)
+    for expected, found in zip(plain, model, strict=True):
+        assert_close(found(batch(rank=0)), expected(batch(rank=0)))
 
 
 # --- a program calls an inner unit directly ---
