@@ -6,13 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.harness import device, ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch
-from spec_tests.models.sharding import grid, sharded, wrapped
+from spec_tests.models.sharding import grid, wrapped
 from spec_tests.subject import FullyShardedDataParallel, StateDictType
 
 FSDP: Any = FullyShardedDataParallel
@@ -48,42 +47,13 @@ def test_training_through_a_ddp_around_the_wrapper_is_refused(original: bool) ->
 
 @pytest.mark.spec("MYTH-28")
 @ranks(4)
-def test_ddp_around_fully_shard_is_refused() -> None:
-    row, column = grid()
-    model = sharded(mesh=DeviceMesh.from_group(row, device().type))
-    # The constructor of DDP reads an attribute of the model, which raises the error.
-    with pytest.raises(RuntimeError, match=r"(?s)inside a DistributedDataParallel.*HYBRID_SHARD.*E-ddp-around"):
-        DistributedDataParallel(model, process_group=column, init_sync=False)
-
-
-def ignored_by_ddp(model: Any) -> None:
-    """Makes DDP ignore the parameters of the first block."""
-    names = [name for name, _ in model.named_parameters() if name.startswith("blocks.0.")]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
-
-
-@pytest.mark.spec("MYTH-28")
-@ranks(2)
-def test_ddp_may_ignore_the_sharded_parameters() -> None:
-    plain = DistributedDataParallel(seeded())
-    plain(batch()).square().mean().backward()
-    model = seeded()
-    model.blocks[0] = FSDP(model.blocks[0], device_id=device())
-    ignored_by_ddp(model)
-    outer = DistributedDataParallel(model)
-    outer(batch()).square().mean().backward()
-    torch.testing.assert_close(model.leave.weight.grad, plain.module.leave.weight.grad)
-    assert model.blocks[0].module.linear.weight.grad is None
-
-
-@pytest.mark.spec("MYTH-28")
-@ranks(4)
 def test_ddp_over_other_ranks_may_ignore_the_sharded_parameters() -> None:
     row, column = grid()
     by_rows, by_columns = (DistributedDataParallel(seeded(), process_group=group) for group in (row, column))
     model = seeded()
     model.blocks[0] = FSDP(model.blocks[0], process_group=row, use_orig_params=True, device_id=device())
-    ignored_by_ddp(model)
+    names = [name for name, _ in model.named_parameters() if name.startswith("blocks.0.")]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     for outer in (by_rows, by_columns, DistributedDataParallel(model, process_group=column)):
         outer(batch()).square().mean().backward()
     torch.testing.assert_close(model.leave.weight.grad, by_columns.module.leave.weight.grad)

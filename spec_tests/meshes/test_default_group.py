@@ -17,25 +17,14 @@ pytestmark = pytest.mark.pure
 
 MODEL = """
 import os
-
+from collections import OrderedDict
 import torch
 import torch.distributed as dist
 from torch import nn
 
 torch.manual_seed(0)
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
-        self.head = nn.Linear(4, 2)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x).relu()
-        return self.head(x)
-
-model = Model()
+blocks = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+model = nn.Sequential(OrderedDict(blocks=blocks, head=nn.Linear(4, 2)))
 """
 STEP = """
 mesh = model.head.weight.device_mesh

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from minifsdp.cases import node_groups as nodes
 from minifsdp.cases.node_groups import node_groups, node_size
 from minifsdp.checks import forward_checks
-from minifsdp.engine.mesh import Group, MeshGroups, default_group
+from minifsdp.engine.mesh import Group, MeshGroups
 from spec_tests.harness import ranks
 
 CPU = torch.device("cpu")
@@ -46,19 +46,6 @@ def test_group_of_one_rank_becomes_none() -> None:
 
 
 # --- groups ---
-
-
-@ranks(4)
-def test_group_contains_its_size_its_ranks_and_the_index_of_this_rank() -> None:
-    back = dist.new_group([3, 1])
-    rank = dist.get_rank()
-    if rank in (1, 3):
-        seen = Group.of(back)
-        assert (seen.size, seen.ranks) == (2, (1, 3))
-        assert seen.ranks[seen.rank] == rank
-    world = Group.of(default_group())
-    assert (world.size, world.rank, world.ranks) == (4, rank, (0, 1, 2, 3))
-    dist.barrier()
 
 
 @ranks(4)

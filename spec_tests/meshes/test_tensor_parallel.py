@@ -20,24 +20,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from spec_tests import subject
 from spec_tests.harness import device, kept, ranks
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import loss_of
-from spec_tests.models.sharding import FLAT_STRATEGIES, FULL_SHARD, SHARD_GRAD_OP
 from spec_tests.models.values import assert_same, full
-from spec_tests.subject import (
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    MixedPrecision,
-    ModuleWrapPolicy,
-    ShardingStrategy,
-    StateDictType,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
 from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import ModuleWrapPolicy, ShardingStrategy
 
+FLAT_STRATEGIES = FULL_SHARD, SHARD_GRAD_OP, _ = [*ShardingStrategy][:3]
 WIDTH, HIDDEN = 4, 8
 either = pytest.mark.parametrize("use_orig_params", [False, True])
 
@@ -124,35 +115,28 @@ def expect(model: FSDP, other: nn.Module) -> None:
     assert_same(full_values(model), {name: value.detach() for name, value in other.named_parameters()})
 
 
-@pytest.mark.spec("NEW-01", "PAR-01")
-@pytest.mark.parametrize(("strategy", "num_units"), [(FULL_SHARD, 1), *((strategy, 3) for strategy in FLAT_STRATEGIES)])
+# A strategy, the number of units, and a kind of activation checkpointing.
+WAYS_TO_TRAIN = [
+    (FULL_SHARD, 1, None),
+    *((strategy, 3, None) for strategy in FLAT_STRATEGIES),
+    *((FULL_SHARD, 3, impl) for impl in checkpoints.CheckpointImpl),
+]
+
+
+@pytest.mark.spec("NEW-01", "PAR-01", "PAR-07")
+@pytest.mark.parametrize(("strategy", "num_units", "impl"), WAYS_TO_TRAIN)
 @either
 @ranks(4)
 def test_tensor_parallel_model_trains_like_one_process(
-    strategy: ShardingStrategy, num_units: int, use_orig_params: bool
+    strategy: ShardingStrategy, num_units: int, impl: Any, use_orig_params: bool
 ) -> None:
     policy = None if num_units == 1 else ModuleWrapPolicy({Layer})
     model = built(sharding_strategy=strategy, auto_wrap_policy=policy, use_orig_params=use_orig_params)
-    plain = seeded(Tower)
     assert len(FSDP.fsdp_modules(model)) == num_units
-    train(model, of_this_rank)
-    train(plain, of_both_copies)
-    expect(model, plain)
-
-
-@pytest.mark.spec("NEW-01", "PAR-07")
-@pytest.mark.parametrize("impl", list(checkpoints.CheckpointImpl))
-@either
-@ranks(4)
-def test_tensor_parallel_model_trains_with_activation_checkpointing(
-    impl: checkpoints.CheckpointImpl, use_orig_params: bool
-) -> None:
-    model, plain = built(use_orig_params=use_orig_params), seeded(Tower)
-    checkpoints.apply_activation_checkpointing(
-        model,
-        checkpoint_wrapper_fn=functools.partial(checkpoints.checkpoint_wrapper, checkpoint_impl=impl),
-        check_fn=lambda module: isinstance(module, Layer),
-    )
+    if impl is not None:
+        wrap = functools.partial(checkpoints.checkpoint_wrapper, checkpoint_impl=impl)
+        checkpoints.apply_activation_checkpointing(model, wrap, lambda module: isinstance(module, Layer))
+    plain = seeded(Tower)
     train(model, of_this_rank)
     train(plain, of_both_copies)
     expect(model, plain)
@@ -166,7 +150,7 @@ def test_modules_compute_in_low_precision_with_tensor_parallel_weights(use_orig_
     mesh = meshes(2, 2)
     plain = cut(seeded(Tower), mesh)
     plain.layers[0].up.register_forward_hook(lambda module, *_: seen.append(module.weight))
-    precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    precision = subject.MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = FSDP(plain, device_mesh=mesh["shard"], mixed_precision=precision, use_orig_params=use_orig_params)
     loss_of(model(mine(0))).backward()
     (weight,) = seen
@@ -276,7 +260,7 @@ def test_a_full_dict_has_the_parameters_of_tensor_parallelism_and_that_of_the_pl
 @ranks(4)
 def test_sharded_state_dict_has_both_meshes_and_loads_again(use_orig_params: bool) -> None:
     model, plain = built(use_orig_params=use_orig_params), seeded(Tower)
-    FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    FSDP.set_state_dict_type(model, subject.StateDictType.SHARDED_STATE_DICT)
     state = model.state_dict()
     weight = state["layers.0.up.weight"]
     assert (weight.device_mesh.mesh_dim_names, weight.to_local().shape) == (("shard", "cut"), (HIDDEN // 4, WIDTH))
@@ -320,7 +304,7 @@ def test_training_resumes_from_the_states_of_both(
     use_orig_params: bool, saving: StateDictOptions, loading: StateDictOptions, strategy: ShardingStrategy
 ) -> None:
     model, optimizer = trained(use_orig_params, strategy)
-    weights, states = get_state_dict(model, optimizer, options=saving)
+    weights, states = subject.get_state_dict(model, optimizer, options=saving)
     plain = seeded(Tower)
     expected = train(plain, of_the_first_copy, 2).state_dict()["state"]
     if saving == ON_RANK_0 and dist.get_rank() > 0:
@@ -334,18 +318,25 @@ def test_training_resumes_from_the_states_of_both(
     other, fresh = trained(use_orig_params, strategy)
     zero(other)
     fresh.state.clear()
-    set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=states, options=loading)
+    subject.set_state_dict(other, fresh, model_state_dict=weights, optim_state_dict=states, options=loading)
     fresh.zero_grad()
     loss_of(other(batch(2, 0))).backward()
     fresh.step()
     resumed = seeded(Tower)
     train(resumed, of_the_first_copy, 3)
-    assert_same(get_model_state_dict(other, options=FULL), resumed.state_dict())
+    assert_same(subject.get_model_state_dict(other, options=FULL), resumed.state_dict())
+
+
+FORMS: dict[str, tuple[Any, ...]] = {
+    "full": (subject.StateDictType.FULL_STATE_DICT,),
+    "rank0": (subject.StateDictType.FULL_STATE_DICT, None, subject.FullOptimStateDictConfig(rank0_only=True)),
+    "sharded": (subject.StateDictType.SHARDED_STATE_DICT,),
+}
 
 
 @pytest.mark.spec("NEW-01", "SD-FULL-08", "OSD-LOAD-01", "OSD-06", "PROG-106")
 @every_strategy
-@pytest.mark.parametrize("form", ["full", "sharded", "rank0"])
+@pytest.mark.parametrize("form", FORMS)
 @either
 @ranks(4)
 def test_each_form_of_both_loads_again(use_orig_params: bool, form: str, strategy: ShardingStrategy) -> None:
@@ -353,14 +344,9 @@ def test_each_form_of_both_loads_again(use_orig_params: bool, form: str, strateg
     model, optimizer = trained(use_orig_params, strategy)
     other, fresh = trained(use_orig_params, strategy)
     for one in (model, other):
-        if form == "sharded":
-            FSDP.set_state_dict_type(one, StateDictType.SHARDED_STATE_DICT)
-        else:
-            of_optimizer = FullOptimStateDictConfig(rank0_only=form == "rank0")
-            FSDP.set_state_dict_type(one, StateDictType.FULL_STATE_DICT, FullStateDictConfig(), of_optimizer)
+        FSDP.set_state_dict_type(one, *FORMS[form])
     states = FSDP.optim_state_dict(model, optimizer)
-    if states:
-        assert isinstance(states["state"]["layers.0.up.weight"]["exp_avg"], DTensor)
+    assert states == {} or isinstance(states["state"]["layers.0.up.weight"]["exp_avg"], DTensor)
     for entries in fresh.state.values():
         entries["exp_avg"].zero_()
     fresh.load_state_dict(FSDP.optim_state_dict_to_load(other, fresh, states))

@@ -22,9 +22,9 @@ def usual_loss(model: nn.Module, x: Tensor) -> Tensor:
     return loss_of(model(x))
 
 
-def mean_gradients_of(loss: Loss, plain: nn.Module, step: int = 0, num_ranks: int | None = None) -> dict[str, Tensor]:
+def mean_gradients_of(loss: Loss, plain: nn.Module, step: int = 0) -> dict[str, Tensor]:
     """The gradients of ``loss(plain, batch)`` by name, averaged over the batches of all ranks."""
-    num_ranks = dist.get_world_size() if num_ranks is None else num_ranks
+    num_ranks = dist.get_world_size()
     total: dict[str, Tensor] = {}
     for rank in range(num_ranks):
         plain.zero_grad()

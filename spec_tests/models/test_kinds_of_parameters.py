@@ -17,13 +17,7 @@ from spec_tests.harness import device, ranks
 from spec_tests.models import nets, values
 from spec_tests.models.modules import seeded
 from spec_tests.models.nets import Net
-from spec_tests.subject import (
-    CPUOffload,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-    fully_shard,
-)
+from spec_tests.subject import CPUOffload, FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
 
 every_kind = pytest.mark.parametrize("kind", nets.ALL)
 

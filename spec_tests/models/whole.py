@@ -18,7 +18,7 @@ from spec_tests.harness import device
 from spec_tests.models.modules import MLP, Block, Stack, seeded
 from spec_tests.models.running import iterate
 from spec_tests.models.values import assert_same, full_values, mean_gradients, named
-from spec_tests.oracles.gathering import clean_name, flat_chunks, gather_chunks, split_by_name, units_of
+from spec_tests.oracles.gathering import flat_chunks, gather_chunks, split_by_name, units_of
 from spec_tests.subject import FullyShardedDataParallel
 
 Named = dict[str, Tensor]
@@ -52,11 +52,6 @@ def odd() -> Stack:
     model.blocks[0].down.bias = None
     model.blocks[1].up.bias = None
     return model
-
-
-def by_name(model: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of a minifsdp or torch model, by their names before wrapping."""
-    return {clean_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 def memory_of(tensor: Tensor) -> int:

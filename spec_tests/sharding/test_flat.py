@@ -13,14 +13,12 @@ from minifsdp.engine.layout import owned_parameters
 from minifsdp.engine.mesh import MeshGroups
 from minifsdp.engine.precision import Precision
 from spec_tests.harness import device, ranks
-from spec_tests.models import small
-from spec_tests.models.modules import MLP, chain
-from spec_tests.models.values import assert_same, full_gradients
+from spec_tests.models import modules, small, values
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 
-def a_block() -> MLP:
-    (block,) = chain(1)
+def a_block() -> modules.MLP:
+    (block,) = modules.chain(1)
     return block
 
 
@@ -43,7 +41,7 @@ def all_gather(layout: FlatLayout) -> None:
 @pytest.mark.spec("PROG-06")
 @ranks(1)
 def test_a_loss_of_a_weight_between_forwards_trains_in_every_step() -> None:
-    plain, model = chain(2), FSDP(chain(2), device_id=device())
+    plain, model = modules.chain(2), FSDP(modules.chain(2), device_id=device())
     plain = plain.to(device())
     for one, block in ((plain, plain[1]), (model, model.module[1])):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
@@ -121,14 +119,14 @@ def test_zero_grad_of_one_parameter_drops_its_unreduced_gradient_and_zero_grad_o
     small.train_once(model)
     twice = {name: 2 * gradient for name, gradient in once.items()}
     with FSDP.summon_full_params(model, with_grads=True):
-        assert_same(full_gradients(model), {**twice, "up.bias": once["up.bias"]}, bitwise=False)
+        values.assert_same(values.full_gradients(model), {**twice, "up.bias": once["up.bias"]}, bitwise=False)
     model.zero_grad()
     with model.no_sync():
         small.train_once(model)
     model.zero_grad()
     small.train_once(model)
     with FSDP.summon_full_params(model, with_grads=True):
-        assert_same(full_gradients(model), once, bitwise=False)
+        values.assert_same(values.full_gradients(model), once, bitwise=False)
 
 
 @ranks(2)

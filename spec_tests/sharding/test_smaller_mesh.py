@@ -13,8 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 from spec_tests.harness import device, ranks
-from spec_tests.models import apis, modules, running, sharding, values
-from spec_tests.models.gradients import assert_mean_gradients, assert_trains_like
+from spec_tests.models import apis, gradients, modules, running, sharding, values
 from spec_tests.subject import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, trace
 
 ALL_RANKS = (0, 1, 2, 3)
@@ -46,7 +45,7 @@ def test_backward_all_gathers_among_local_peers() -> None:
 @ranks(4)
 def test_reshard_to_a_smaller_mesh_changes_no_result() -> None:
     model = apis.FULLY_SHARD.shard(modules.wide(), reshard_after_forward=2)
-    assert_trains_like(model, modules.wide(), range(2))
+    gradients.assert_trains_like(model, modules.wide(), range(2))
 
 
 @pytest.mark.spec("NEW-05", "WIRE-10")
@@ -57,7 +56,7 @@ def test_a_parameter_that_only_the_smaller_mesh_sends_on_its_own_is_all_gathered
     model: Any = copy.deepcopy(plain)
     for module in (*model, model):
         fully_shard(module, reshard_after_forward=2)
-    assert_mean_gradients(model, plain)
+    gradients.assert_mean_gradients(model, plain)
 
 
 @pytest.mark.spec("NEW-05")
@@ -160,7 +159,7 @@ def test_switched_reshard_after_forward_selects_all_gather_ranks_and_keeps_resul
     values.assert_same(apis.FULLY_SHARD.gradients(model), values.mean_gradients(modules.seeded()))
     model.zero_grad()
     with trace.record() as recorder:
-        assert_trains_like(model)
+        gradients.assert_trains_like(model)
     assert [event.ranks for event in recorder.events if event.kind == "AG"] == [ALL_RANKS] * gathers
 
 
