@@ -18,8 +18,8 @@ from minifsdp.engine.comm_streams import CommStream
 from minifsdp.engine.mesh import Group
 from spec_tests.harness import device, ranks
 from spec_tests.models.apis import Api, both_apis
-from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD
 from spec_tests.models.values import assert_same
+from spec_tests.subject import ShardingStrategy
 
 WIDTH = 5
 
@@ -133,7 +133,7 @@ def sharded(api: Api) -> tuple[nn.Module, dict[str, Tensor]]:
     tokens = torch.cat([tokens_of(rank, part) for rank in range(num_ranks) for part in range(2)])
     (loss_sum(model, tokens) / len(tokens)).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    strategy = HYBRID_SHARD if num_ranks == 4 else FULL_SHARD
+    strategy = ShardingStrategy.HYBRID_SHARD if num_ranks == 4 else ShardingStrategy.FULL_SHARD
     return api.shard(net(), strategy=strategy), gradients
 
 

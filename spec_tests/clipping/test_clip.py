@@ -81,18 +81,6 @@ def test_padding_does_not_count() -> None:
         assert model.clip_grad_norm_(100.0, norm_type) == 3.0, "three of the four ranks store only padding"
 
 
-@pytest.mark.spec("CLIP-02")
-@ranks(4)
-def test_in_a_sub_group_the_norm_is_that_of_the_sub_group() -> None:
-    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    pair = dist.get_rank() // 2
-    model = apis.WRAPPED.shard(process_group=groups[pair])
-    running.iterate(model)
-    first, second = (values.local_gradients(modules.seeded(), [0], rank) for rank in (2 * pair, 2 * pair + 1))
-    expected = {name: (first[name] + second[name]) / 2 for name in first}
-    torch.testing.assert_close(model.clip_grad_norm_(1.0), norm_of(expected))
-
-
 @pytest.mark.spec("CLIP-03")
 @pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 @apis.wrapper_apis

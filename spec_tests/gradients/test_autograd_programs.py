@@ -28,47 +28,42 @@ class Recomputed(Net):
         return self.head(torch.tanh(checkpoint(nn.Sequential(*self.blocks), x, use_reentrant=False)))
 
 
-@pytest.mark.spec("PROG-24")
-@pytest.mark.parametrize("build", [Net, Recomputed])
-@some_kinds
-@ranks(2)
-def test_a_gradient_penalty_trains_together_with_later_forwards(kind: str, build: Callable[[], Net]) -> None:
-    def program(model: Any, x: Tensor) -> None:
-        x = x.clone().requires_grad_()
-        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        (((gradient.norm(dim=1) - 1) ** 2).mean() + model(2 * x).mean() - model(x).mean()).backward()
-
-    assert_trains_alike(kind, build(), program)
+def gradient_penalty(model: Any, x: Tensor) -> None:
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    # Two later forwards.
+    (((gradient.norm(dim=1) - 1) ** 2).mean() + model(2 * x).mean() - model(x).mean()).backward()
 
 
-@pytest.mark.spec("PROG-24")
-@some_kinds
-@ranks(2)
-def test_hessian_vector_products_before_a_backward_do_not_affect_it(kind: str) -> None:
-    def program(model: Any, x: Tensor) -> None:
-        x = x.clone().requires_grad_()
-        output = model(x)
-        (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
-        for _ in range(2):
-            torch.autograd.grad(gradient, x, torch.ones_like(gradient), retain_graph=True)
-        (output.mean() + gradient.square().mean()).backward()
+def hessian_vector_products_before_a_backward(model: Any, x: Tensor) -> None:
+    output = model(x)
+    (gradient,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+    for _ in range(2):
+        torch.autograd.grad(gradient, x, torch.ones_like(gradient), retain_graph=True)
+    (output.mean() + gradient.square().mean()).backward()
 
-    assert_trains_alike(kind, Net(), program)
+
+def gradient_of_the_gradient_of_an_output(model: Any, x: Tensor) -> None:
+    output = model(x)
+    ones = torch.ones_like(output, requires_grad=True)
+    (gradient,) = torch.autograd.grad(output, x, ones, create_graph=True)
+    (tangent,) = torch.autograd.grad(gradient, ones, torch.ones_like(gradient), create_graph=True)
+    tangent.square().sum().backward()
 
 
 @pytest.mark.spec("PROG-24")
+@pytest.mark.parametrize(
+    ("build", "program"),
+    [
+        (Net, gradient_penalty),
+        (Recomputed, gradient_penalty),
+        (Net, hessian_vector_products_before_a_backward),
+        (Net, gradient_of_the_gradient_of_an_output),
+    ],
+)
 @some_kinds
 @ranks(2)
-def test_a_gradient_of_the_gradient_of_an_output_trains(kind: str) -> None:
-    def program(model: Any, x: Tensor) -> None:
-        x = x.clone().requires_grad_()
-        output = model(x)
-        ones = torch.ones_like(output, requires_grad=True)
-        (gradient,) = torch.autograd.grad(output, x, ones, create_graph=True)
-        (tangent,) = torch.autograd.grad(gradient, ones, torch.ones_like(gradient), create_graph=True)
-        tangent.square().sum().backward()
-
-    assert_trains_alike(kind, Net(), program)
+def test_a_program_with_second_derivatives_trains(kind: str, build: Callable[[], Net], program: Any) -> None:
+    assert_trains_alike(kind, build(), lambda model, x: program(model, x.clone().requires_grad_()))
 
 
 @pytest.mark.spec("PROG-24")

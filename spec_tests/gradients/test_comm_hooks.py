@@ -13,10 +13,10 @@ from torch.distributed.algorithms._comm_hooks import default_hooks
 from spec_tests.harness import ranks
 from spec_tests.models import apis, running, values
 from spec_tests.models.modules import seeded
-from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, NO_SHARD, SHARD_GRAD_OP
 from spec_tests.models.whole import odd
 from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy
 
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
 # Each strategy, and both kinds of parameters.
 some_settings = apis.settings_of(
     (apis.WRAPPED, FULL_SHARD), (apis.ORIGINALS, SHARD_GRAD_OP), (apis.ORIGINALS, NO_SHARD), (apis.WRAPPED, NO_SHARD)

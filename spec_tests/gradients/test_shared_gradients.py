@@ -16,11 +16,10 @@ from spec_tests.harness import device, ranks
 from spec_tests.models import apis
 from spec_tests.models.kinds import shard
 from spec_tests.models.running import iterate
-from spec_tests.models.sharding import FULL_SHARD, NO_SHARD, SHARD_GRAD_OP
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import ShardingStrategy
 
-STRATEGIES = [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD]
+STRATEGIES = FULL_SHARD, SHARD_GRAD_OP, NO_SHARD = [*ShardingStrategy][:3]
 
 
 class Add(nn.Module):

@@ -12,21 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from spec_tests import subject
 from spec_tests.checkpoint.checkpoints import is_plain
 from spec_tests.harness import device, ranks
 from spec_tests.models import apis, modules, running, values
-from spec_tests.subject import (
-    CPUOffload,
-    CPUOffloadPolicy,
-    FullyShardedDataParallel,
-    OffloadPolicy,
-    ShardingStrategy,
-    StateDictType,
-    trace,
-)
+from spec_tests.subject import ShardingStrategy, StateDictType, trace
 
 FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
 some_settings = apis.settings_of(
@@ -42,9 +33,9 @@ wrapper_settings = apis.settings_of((apis.WRAPPED, FULL_SHARD), (apis.ORIGINALS,
 
 NO_OFFLOAD: list[tuple[Any, dict[str, Any]]] = [
     (apis.WRAPPED, {"cpu_offload": None}),
-    (apis.WRAPPED, {"cpu_offload": CPUOffload()}),
+    (apis.WRAPPED, {"cpu_offload": subject.CPUOffload()}),
     (apis.FULLY_SHARD, {"offload_policy": None}),
-    (apis.FULLY_SHARD, {"offload_policy": OffloadPolicy()}),
+    (apis.FULLY_SHARD, {"offload_policy": subject.OffloadPolicy()}),
 ]
 
 
@@ -97,9 +88,8 @@ def test_evaluation_copies_shards_to_the_device_and_nothing_back(api: Any) -> No
     model = api.shard(offload=True).eval()
     with trace.record() as recorder, torch.no_grad():
         model(running.batch())
-    assert [event.kind for event in recorder.events if event.kind in ("H2D", "AG", "D2H")] == ["H2D", "AG"] * len(
-        modules.UNITS
-    )
+    copies = [event.kind for event in recorder.events if event.kind in ("H2D", "AG", "D2H")]
+    assert copies == ["H2D", "AG"] * len(modules.UNITS)
 
 
 @pytest.mark.api_spec(wrapper=["OFF-02", "OFF-03", "LEGACY-14"], fully_shard=["FS2-OFF-01", "MIG-07"])
@@ -129,7 +119,7 @@ def test_shards_gradients_and_optimizer_state_are_on_the_cpu(api: Any, strategy:
 @pytest.mark.accelerator
 @ranks(2)
 def test_pinned_memory_is_the_default_and_can_be_left_out() -> None:
-    for policy, pinned in ((CPUOffloadPolicy(), True), (CPUOffloadPolicy(pin_memory=False), False)):
+    for policy, pinned in ((subject.CPUOffloadPolicy(), True), (subject.CPUOffloadPolicy(pin_memory=False), False)):
         model = apis.FULLY_SHARD.shard(offload_policy=policy)
         assert {p.to_local().is_pinned() for p in model.parameters()} == {pinned}
         running.iterate(model)
@@ -161,12 +151,6 @@ def test_inside_no_sync_gradients_are_on_the_device() -> None:
 # --- results ---
 
 
-def local_values(tensors: Any) -> list[Tensor]:
-    """This rank's shards, on the CPU."""
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    return [tensor.detach().to("cpu", copy=True) for tensor in local if tensor is not None]
-
-
 @pytest.mark.api_spec(wrapper=["OFF-04"], fully_shard=["FS2-OFF-01", "MIG-07"])
 @pytest.mark.parametrize("precision", [None, {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}])
 @some_settings
@@ -174,24 +158,20 @@ def local_values(tensors: Any) -> list[Tensor]:
 def test_training_with_offload_is_bit_by_bit_that_without(
     api: Any, strategy: ShardingStrategy, precision: dict[str, Any] | None
 ) -> None:
-    models = [api.shard(offload=offload, strategy=strategy, precision=precision) for offload in (True, False)]
-    initial = local_values(models[0].parameters())
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in models]
+    model, other = (api.shard(offload=offload, strategy=strategy, precision=precision) for offload in (True, False))
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=0.05) for each in (model, other)]
     # An optimizer on the CPU and one on an accelerator round differently.
-    tolerance = 0.0 if device().type == "cpu" else 1e-6
+    bitwise = device().type == "cpu"
     for step in range(2):
-        for model in models:
-            with api.no_sync(model):
-                running.iterate(model, 2 * step)
-            running.iterate(model, 2 * step + 1)
-        found, expected = (local_values(p.grad for p in model.parameters()) for model in models)
-        torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+        for each in (model, other):
+            with api.no_sync(each):
+                running.iterate(each, 2 * step)
+            running.iterate(each, 2 * step + 1)
+        values.assert_same(api.gradients(model), api.gradients(other), bitwise=bitwise)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    found, expected = (local_values(model.parameters()) for model in models)
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-    assert not all(map(torch.equal, found, initial))
+    values.assert_same(api.values(model), api.values(other), bitwise=bitwise)
 
 
 @pytest.mark.spec("STREAM-15")
@@ -293,7 +273,7 @@ def test_state_dicts_of_offloaded_units_equal_those_of_other_units_and_can_be_lo
 ) -> None:
     model, other, again = (api.shard(strategy=strategy, offload=offload) for offload in (True, False, True))
     for each in (model, other, again):
-        FullyShardedDataParallel.set_state_dict_type(each, kind)
+        subject.FullyShardedDataParallel.set_state_dict_type(each, kind)
     for each in (model, other):
         running.iterate(each, 0, torch.optim.SGD(each.parameters(), lr=0.1))
     state, expected = model.state_dict(), other.state_dict()

@@ -20,22 +20,12 @@ import minifsdp
 from spec_tests import subject
 from spec_tests.checkpoint.refusals import caught_warnings
 from spec_tests.harness import device, ranks
-from spec_tests.models.modules import UNITS, WIDTH, Block, Stack, seeded
-from spec_tests.models.running import iterate, loss_of
-from spec_tests.models.sharding import HYBRID_SHARD, grid, wrapped
+from spec_tests.models import modules, running, sharding
+from spec_tests.models.gradients import assert_trains_like
 from spec_tests.models.values import mean_gradients
-from spec_tests.models.whole import assert_a_step_uses_the_mean_gradient_alone
-from spec_tests.subject import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullyShardedDataParallel,
-    MixedPrecision,
-    ModuleWrapPolicy,
-    always_wrap_policy,
-    trace,
-)
+from spec_tests.subject import FullyShardedDataParallel as FSDP
+from spec_tests.subject import MixedPrecision, ModuleWrapPolicy, trace
 
-FSDP = FullyShardedDataParallel
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 
 # --- the parameters of units ---
@@ -50,20 +40,24 @@ def wrap_nothing(module: nn.Module, recurse: bool, nonwrapped_numel: int) -> boo
 @pytest.mark.filterwarnings("ignore:.*containers that do not implement forward:UserWarning")
 @pytest.mark.parametrize(
     ("policy", "num_units", "num_own"),
-    [(wrap_nothing, 1, 56 + 4 * 42), (ModuleWrapPolicy({Block, Stack}), 5, 56), (always_wrap_policy, 12, 0)],
+    [
+        (wrap_nothing, 1, 56 + 4 * 42),
+        (ModuleWrapPolicy({modules.Block, modules.Stack}), 5, 56),
+        (subject.always_wrap_policy, 12, 0),
+    ],
     ids=["nothing", "blocks", "everything"],
 )
 @ranks(2)
 def test_passed_module_is_the_outermost_unit_and_keeps_the_remaining_parameters(
     policy: Any, num_units: int, num_own: int
 ) -> None:
-    plain = seeded()
+    plain = modules.seeded()
     model = FSDP(plain, auto_wrap_policy=policy)
     assert model.module is plain, "it is wrapped once"
     assert len(FSDP.fsdp_modules(model)) == num_units
     with FSDP.summon_full_params(model, recurse=False):
         assert sum(p.numel() for name, p in plain.named_parameters() if "_flat_param" not in name) == num_own
-    assert_a_step_uses_the_mean_gradient_alone(model, seeded())
+    assert_trains_like(model, modules.seeded())
 
 
 class SharedEmbedding(nn.Module):
@@ -71,9 +65,9 @@ class SharedEmbedding(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.shared = self.embed_source = self.embed_target = nn.Embedding(11, WIDTH)
-        self.encoder, self.decoder = Block(), Block()
-        self.lm_head = nn.Linear(WIDTH, 11, bias=False)
+        self.shared = self.embed_source = self.embed_target = nn.Embedding(11, modules.WIDTH)
+        self.encoder, self.decoder = modules.Block(), modules.Block()
+        self.lm_head = nn.Linear(modules.WIDTH, 11, bias=False)
         self.lm_head.weight = self.shared.weight
 
     def forward(self, x: Tensor) -> Tensor:
@@ -86,22 +80,22 @@ class SharedEmbedding(nn.Module):
 @flat_or_original
 @ranks(2)
 def test_shared_embedding_belongs_to_the_outer_unit_and_both_halves_train_it(keep: bool) -> None:
-    model = wrapped(seeded(SharedEmbedding), use_orig_params=keep)
-    assert [type(unit.module) for unit in FSDP.fsdp_modules(model)] == [SharedEmbedding, Block, Block]
+    model = sharding.wrapped(modules.seeded(SharedEmbedding), use_orig_params=keep)
+    assert [type(unit.module) for unit in FSDP.fsdp_modules(model)] == [SharedEmbedding, modules.Block, modules.Block]
     with FSDP.summon_full_params(model, recurse=False):
-        assert [name for name, p in model.named_parameters() if p.shape == (11, WIDTH)] == ["shared.weight"]
+        assert [name for name, p in model.named_parameters() if p.shape == (11, modules.WIDTH)] == ["shared.weight"]
         assert model.embed_source.weight is model.embed_target.weight is model.lm_head.weight
-    assert_a_step_uses_the_mean_gradient_alone(model, seeded(SharedEmbedding))
+    assert_trains_like(model, modules.seeded(SharedEmbedding))
 
 
 @pytest.mark.spec("WRAP-15")
 @ranks(2)
 def test_unwrapped_part_is_neither_sharded_nor_synchronized() -> None:
-    reference = seeded()
+    reference = modules.seeded()
     model = copy.deepcopy(reference)
     for index, block in enumerate(model.blocks):
         model.blocks[index] = FSDP(block)
-    iterate(model)
+    running.iterate(model)
     mean = mean_gradients(reference)
     head = model.leave.weight
     assert head.shape == reference.leave.weight.shape
@@ -122,23 +116,23 @@ def test_unwrapped_part_is_neither_sharded_nor_synchronized() -> None:
 def test_units_made_by_a_policy_inherit_the_arguments_of_the_outer_call() -> None:
     precision = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     options = {
-        "sharding_strategy": HYBRID_SHARD,
-        "cpu_offload": CPUOffload(offload_params=True),
-        "backward_prefetch": BackwardPrefetch.BACKWARD_POST,
+        "sharding_strategy": sharding.HYBRID_SHARD,
+        "cpu_offload": subject.CPUOffload(offload_params=True),
+        "backward_prefetch": subject.BackwardPrefetch.BACKWARD_POST,
         "mixed_precision": precision,
         "forward_prefetch": True,
         "limit_all_gathers": False,
     }
-    model = wrapped(process_group=grid(), device_id=device(), use_orig_params=True, **options)
+    model = sharding.wrapped(process_group=sharding.grid(), device_id=device(), use_orig_params=True, **options)
     for unit in FSDP.fsdp_modules(model):
         assert {name: getattr(unit, name) for name in options} == options
-        assert (unit.process_group, unit.compute_device) == (grid()[0], device())
+        assert (unit.process_group, unit.compute_device) == (sharding.grid()[0], device())
         assert "linear.weight" in dict(unit.module.named_parameters()) or unit is model, "original parameters"
     # Check that the units use these options, and do not only store them.
     with trace.record() as recorder:
-        iterate(model)
+        running.iterate(model)
     row, column = ((0, 1), (2, 3))[dist.get_rank() // 2], ((0, 2), (1, 3))[dist.get_rank() % 2]
-    for name in UNITS:
+    for name in modules.UNITS:
         events = [event for event in recorder.events if event.unit == name]
         sent = {(event.kind, event.dtype, event.ranks) for event in events if event.ranks}
         assert sent == {("AG", torch.bfloat16, row), ("RS", torch.float32, row), ("AR", torch.float32, column)}
@@ -179,7 +173,7 @@ class Chosen(nn.ModuleList):
 def test_container_with_own_forward_gives_no_warning() -> None:
     # A warning would be an error.
     model = FSDP(Chosen(nn.Linear(4, 4, device=device()) for _ in range(2)))
-    assert loss_of(model(torch.ones(2, 4, device=device()))).requires_grad
+    assert running.loss_of(model(torch.ones(2, 4, device=device()))).requires_grad
 
 
 # --- batch norms, which do not compute in low precision ---
@@ -243,7 +237,7 @@ def test_norms_in_units_of_their_own_compute_in_full_precision_and_train_like_to
 ) -> None:
     found = []
     for library in (minifsdp, torch_fsdp):
-        normed = seeded(Normed)
+        normed = modules.seeded(Normed)
         with caught_warnings() as caught:
             model = wrap(library, nn.Sequential(nn.Linear(6, 6, device=device()), normed), **precision)
         if library is minifsdp:
@@ -251,7 +245,7 @@ def test_norms_in_units_of_their_own_compute_in_full_precision_and_train_like_to
             assert [warned in text for text in texts] == ([True] if warned else [])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         torch.manual_seed(0)
-        found.append([iterate(model, 0, optimizer) for _ in range(4)])
+        found.append([running.iterate(model, 0, optimizer) for _ in range(4)])
         assert {name for name, (weight, _) in normed.seen.items() if weight is FULL} == full
     assert found[0] == found[1]
     assert found[0][-1] < found[0][0], "the loss decreases"
@@ -261,11 +255,11 @@ def test_norms_in_units_of_their_own_compute_in_full_precision_and_train_like_to
 @pytest.mark.parametrize(("wrap", "of_input"), [(by_policy, FULL), (by_hand, LOW)])
 @ranks(2)
 def test_only_a_policy_casts_the_input_of_a_separate_batch_norm(wrap: Any, of_input: torch.dtype) -> None:
-    normed = seeded(Normed)
+    normed = modules.seeded(Normed)
     with caught_warnings():
         model = wrap(minifsdp, nn.Sequential(nn.Linear(6, 6, device=device()), normed))
     with trace.record() as recorder:
-        iterate(model)
+        running.iterate(model)
     # The layer of a manually wrapped batch norm computes in low precision with its weights in float32.
     assert normed.seen == {"linear": (LOW, LOW), "batch_norm": (FULL, of_input), "layer_norm": (LOW, LOW)}
     gathered = {event.unit: event.dtype for event in recorder.events if event.kind == "AG"}
@@ -277,7 +271,7 @@ def test_only_a_policy_casts_the_input_of_a_separate_batch_norm(wrap: Any, of_in
 def test_one_warning_lists_all_separately_wrapped_classes() -> None:
     layers = nn.Sequential(nn.Conv2d(1, 2, 1), nn.BatchNorm2d(2), nn.Flatten(), nn.BatchNorm1d(8), nn.BatchNorm1d(8))
     with pytest.warns(UserWarning, match="BatchNorm1d, BatchNorm2d") as caught:
-        FSDP(layers.to(device()), auto_wrap_policy=always_wrap_policy, mixed_precision=MixedPrecision(LOW))
+        FSDP(layers.to(device()), auto_wrap_policy=subject.always_wrap_policy, mixed_precision=MixedPrecision(LOW))
     assert len(caught) == 1
 
 
@@ -288,15 +282,15 @@ def test_one_warning_lists_all_separately_wrapped_classes() -> None:
 @pytest.mark.parametrize("only_children", [False, True])
 @ranks(2)
 def test_recursive_wrap_creates_the_units_that_a_policy_chooses(only_children: bool) -> None:
-    chosen: set[type[nn.Module]] = {Block, Stack}
+    chosen: set[type[nn.Module]] = {modules.Block, modules.Stack}
     policy = functools.partial(subject.wrap._module_wrap_policy, module_classes=chosen)
     model, num_wrapped = subject.wrap._recursive_wrap(
-        seeded(), policy, FSDP, ignored_modules=set(), ignored_params=set(), only_wrap_children=only_children
+        modules.seeded(), policy, FSDP, ignored_modules=set(), ignored_params=set(), only_wrap_children=only_children
     )
     assert isinstance(model, FSDP) is not only_children
     assert len(FSDP.fsdp_modules(model)) == (4 if only_children else 5)
     assert num_wrapped == (4 * 42 if only_children else 56 + 4 * 42)
     if only_children:
-        iterate(model)
+        running.iterate(model)
     else:
-        assert_a_step_uses_the_mean_gradient_alone(model, seeded())
+        assert_trains_like(model, modules.seeded())
