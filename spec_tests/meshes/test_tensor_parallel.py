@@ -80,27 +80,15 @@ def mine(step: int) -> Tensor:
     return batch(step, dist.get_rank() // 2)
 
 
-def train(model: nn.Module, batches: Any, num_steps: int = 3) -> torch.optim.Optimizer:
-    """Trains with the mean loss of the batches that ``batches`` returns for a step. Returns the optimizer."""
+def train(model: nn.Module, copies: list[int], num_steps: int = 3) -> torch.optim.Optimizer:
+    """Trains with the mean loss of the batches of some copies. Returns the optimizer."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     for step in range(num_steps):
         optimizer.zero_grad()
-        for part in batches(step):
-            (loss_of(model(part)) / len(batches(step))).backward()
+        for copy in copies:
+            (loss_of(model(batch(step, copy))) / len(copies)).backward()
         optimizer.step()
     return optimizer
-
-
-def of_this_rank(step: int) -> list[Tensor]:
-    return [mine(step)]
-
-
-def of_both_copies(step: int) -> list[Tensor]:
-    return [batch(step, 0), batch(step, 1)]
-
-
-def of_the_first_copy(step: int) -> list[Tensor]:
-    return [batch(step, 0)]
 
 
 def full_values(model: FSDP) -> dict[str, Tensor]:
@@ -137,8 +125,8 @@ def test_tensor_parallel_model_trains_like_one_process(
         wrap = functools.partial(checkpoints.checkpoint_wrapper, checkpoint_impl=impl)
         checkpoints.apply_activation_checkpointing(model, wrap, lambda module: isinstance(module, Layer))
     plain = seeded(Tower)
-    train(model, of_this_rank)
-    train(plain, of_both_copies)
+    train(model, [dist.get_rank() // 2])
+    train(plain, [0, 1])
     expect(model, plain)
 
 
@@ -277,7 +265,7 @@ def trained(use_orig_params: bool, strategy: ShardingStrategy) -> tuple[FSDP, to
     ignored = list(plain.layers[1].up.parameters())
     options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy, "ignored_states": ignored}
     model = FSDP(plain, device_mesh=meshes(2, 2)["shard"], auto_wrap_policy=ModuleWrapPolicy({Layer}), **options)
-    return model, train(model, of_the_first_copy, 2)
+    return model, train(model, [0], 2)
 
 
 def zero(model: FSDP) -> None:
@@ -306,7 +294,7 @@ def test_training_resumes_from_the_states_of_both(
     model, optimizer = trained(use_orig_params, strategy)
     weights, states = subject.get_state_dict(model, optimizer, options=saving)
     plain = seeded(Tower)
-    expected = train(plain, of_the_first_copy, 2).state_dict()["state"]
+    expected = train(plain, [0], 2).state_dict()["state"]
     if saving == ON_RANK_0 and dist.get_rank() > 0:
         assert (weights, states) == ({}, {})
     elif saving != ROWS:
@@ -323,7 +311,7 @@ def test_training_resumes_from_the_states_of_both(
     loss_of(other(batch(2, 0))).backward()
     fresh.step()
     resumed = seeded(Tower)
-    train(resumed, of_the_first_copy, 3)
+    train(resumed, [0], 3)
     assert_same(subject.get_model_state_dict(other, options=FULL), resumed.state_dict())
 
 
@@ -358,5 +346,5 @@ def test_each_form_of_both_loads_again(use_orig_params: bool, form: str, strateg
     zero(other)
     other.load_state_dict(model.state_dict())
     plain = seeded(Tower)
-    train(plain, of_the_first_copy, 2)
+    train(plain, [0], 2)
     expect(other, plain)
