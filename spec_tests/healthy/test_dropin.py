@@ -16,8 +16,10 @@ import warnings
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+from torch.utils._pytree import tree_flatten
 
 from spec_tests.harness import device, ranks
 
@@ -32,7 +34,7 @@ ONE_SUM, ALL_SUMS = 1e-6, 1e-5
 pytestmark = pytest.mark.own_gpus
 
 
-def reports_of(program: str) -> list[Any]:
+def reports_of(program: str, *options: Any) -> list[Any]:
     """The reports of a program with minifsdp and with torch, on this rank. All ranks share a folder for checkpoints."""
     text = (PROGRAMS / f"{program}.py").read_text()
     found = []
@@ -50,28 +52,24 @@ def reports_of(program: str) -> list[Any]:
             environment.setenv("CHECKPOINTS", folder[0])
             namespace: dict[str, Any] = {"__name__": program}
             exec(compile(source, f"{program}.py", "exec"), namespace)
-            found.append(namespace["main"](device()))
+            found.append(namespace["main"](device(), *options))
             dist.barrier()
     return found
 
 
 def assert_close(found: Any, expected: Any, tolerance: float) -> None:
     """Compares two nested reports."""
-    if isinstance(expected, dict):
-        assert found.keys() == expected.keys()
-        for key, value in expected.items():
-            assert_close(found[key], value, tolerance)
-    elif isinstance(expected, list):
-        for one, other in zip(found, expected, strict=True):
-            assert_close(one, other, tolerance)
-    else:
-        assert found == (pytest.approx(expected, rel=tolerance) if isinstance(expected, float) else expected)
+    numbers, structure = tree_flatten(found)
+    expected_numbers, expected_structure = tree_flatten(expected)
+    assert structure == expected_structure
+    for one, other in zip(numbers, expected_numbers, strict=True):
+        assert one == (pytest.approx(other, rel=tolerance) if isinstance(other, float) else other)
 
 
 @pytest.mark.spec("PAR-03", "MP-02", "NOSYNC-03", "CLIP-02", "WRAP-08")
 @ranks(2)
 def test_a_transformer_in_bfloat16_with_accumulation_and_clipping_gives_the_same_numbers() -> None:
-    ours, theirs = reports_of("transformer_bf16")
+    ours, theirs = reports_of("wrapper", torch.bfloat16, False)
     assert ours == theirs
     assert ours["losses"][-1] < ours["losses"][0], "the loss decreases"
 
@@ -79,7 +77,7 @@ def test_a_transformer_in_bfloat16_with_accumulation_and_clipping_gives_the_same
 @pytest.mark.spec("PAR-03", "MP-29", "ORIG-05", "CLIP-02")
 @ranks(2)
 def test_float16_with_a_scaler_and_parameter_groups_gives_the_same_numbers() -> None:
-    ours, theirs = reports_of("fp16_scaler")
+    ours, theirs = reports_of("wrapper", torch.float16, True)
     assert_close(ours, theirs, ONE_SUM)
     assert "not finite" in ours["norms"], "at least one step is skipped"
     changes = {after / before for before, after in itertools.pairwise(ours["scales"])}
@@ -90,7 +88,7 @@ def test_float16_with_a_scaler_and_parameter_groups_gives_the_same_numbers() -> 
 @pytest.mark.spec("MIG-21", "PAR-03", "FS2-SYNC-01", "FS2-PREF-03", "FS2-OPT-03", "FS2-MP-06")
 @ranks(2)
 def test_a_language_model_with_fully_shard_gives_the_same_numbers() -> None:
-    ours, theirs = reports_of("language_model")
+    ours, theirs = reports_of("per_parameter")
     # Since 2.15, torch adds the two gradients of a tied bfloat16 weight in float32, if the reduction is in float32.
     if hasattr(torch_fsdp, "GradientReductionHandle"):
         assert_close(ours, theirs, ONE_SUM_IN_BFLOAT16)
@@ -103,6 +101,6 @@ def test_a_language_model_with_fully_shard_gives_the_same_numbers() -> None:
 @pytest.mark.spec("MIG-21", "PAR-03", "FS2-18", "FS2-META-02", "FS2-SD-06", "FS2-SD-11", "PAR-07")
 @ranks(4)
 def test_a_program_that_resumes_on_a_grid_gives_the_same_numbers() -> None:
-    ours, theirs = reports_of("resumed_on_a_grid")
+    ours, theirs = reports_of("resumed")
     assert_close(ours, theirs, ALL_SUMS)
     assert ours["resumed"] == ours["uninterrupted"]

@@ -5,7 +5,6 @@ import os
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -17,28 +16,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-
-class Residual(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(x)))
-
-
-class Regressor(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.enter = nn.Linear(5, 9)
-        self.body = nn.ModuleList(checkpoint_wrapper(Residual(9)) for _ in range(3))
-        self.leave = nn.Linear(9, 1)
-
-    def forward(self, x):
-        x = self.enter(x)
-        for block in self.body:
-            x = block(x)
-        return self.leave(x).squeeze(-1)
+from spec_tests.healthy.dropin.model import Transformer, loss_of
 
 
 class Training(Stateful):
@@ -57,8 +35,8 @@ class Training(Stateful):
 
 def build(mesh, device):
     with torch.device("meta"):
-        model = Regressor()
-    for block in model.body:
+        model = Transformer(checkpoint_wrapper)
+    for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=True)
     fully_shard(model, mesh=mesh)
     model.to_empty(device=device)
@@ -70,8 +48,7 @@ def initialise(model):
     values = {}
     if dist.get_rank() == 0:
         torch.manual_seed(3)
-        values = {name: 0.3 * torch.randn(p.shape) for name, p in Regressor().named_parameters()}
-        values = {name.replace("_checkpoint_wrapped_module.", ""): value for name, value in values.items()}
+        values = Transformer().state_dict()
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, values, options=options)
 
@@ -79,9 +56,7 @@ def initialise(model):
 def train(model, optimizer, steps, device):
     losses = []
     for step in steps:
-        dice = torch.Generator().manual_seed(31 * step + dist.get_rank())
-        x = torch.randn(6, 5, generator=dice).to(device)
-        loss = (model(x) - x.sum(1).sin()).square().mean()
+        loss = loss_of(model, step, dist.get_rank(), device)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -93,7 +68,7 @@ def train(model, optimizer, steps, device):
 
 def main(device):
     mesh = init_device_mesh(device.type, (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    folder = os.path.join(os.environ.get("CHECKPOINTS", "."), "regressor")
+    folder = os.path.join(os.environ.get("CHECKPOINTS", "."), "transformer")
 
     model = build(mesh, device)
     initialise(model)
