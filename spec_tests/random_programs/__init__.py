@@ -45,7 +45,6 @@ the program again::
 * ``player.py``: runs a program on a rank, and compares after each call.
 * ``judge.py``: sends programs to the ranks, and reduces a failing one until no part can be removed.
 * ``wrong.py``: calls that are wrong by themselves.
-* ``known.py``: short programs of calls, one for each kind of wrong number.
 * ``pairs.py``: the table of combined options.
 * ``races.py``: runs a program on the simulated device.
 """

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-KINDS = ("loops", "resumed", "pairs", "calls", "apart", "races")
+KINDS = ("loops", "pairs", "calls", "apart", "races")
 APIS = ("wrapped", "fully_shard")
 
 
@@ -41,18 +41,17 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--seed", type=int, help="another one each time, if it is not given")
     parser.add_argument("--device", choices=["cpu", "cuda", "simulated"], default="cpu", help="for one program")
-    parser.add_argument("--log", action="store_true", help="print the result of each call of one program")
     chosen = parser.parse_args(arguments)
     seed = int.from_bytes(os.urandom(4)) if chosen.seed is None else chosen.seed
     try:
         if chosen.what and chosen.what[0].startswith("{"):
-            return replayed(chosen.what[0], chosen.api, chosen.device, logs=chosen.log)
+            return replayed(chosen.what[0], chosen.api, chosen.device)
         return hunt(chosen.what or KINDS, [chosen.api] if chosen.api else APIS, chosen.minutes, seed)
     finally:
         pool.close_all()
 
 
-def replayed(text: str, api: str | None, device: str, *, logs: bool) -> int:
+def replayed(text: str, api: str | None, device: str) -> int:
     """Runs one program again. Returns 1 if it fails."""
     from spec_tests.harness import pool
     from spec_tests.random_programs import judge, races
@@ -63,8 +62,6 @@ def replayed(text: str, api: str | None, device: str, *, logs: bool) -> int:
     if api:
         program = legal(replace(program, api=api))
     (verdict,) = (races if device == "simulated" else judge).judged([program])
-    if logs:
-        print(*verdict.log, sep="\n")
     print(verdict.found or "no finding")
     return int(verdict.found is not None)
 

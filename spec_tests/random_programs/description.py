@@ -97,8 +97,7 @@ class Description:
         pins: whether offloaded shards are pinned (``fully_shard``).
         among: if not 0, the value of ``reshard_after_forward`` (``fully_shard``).
         ahead: number of neighbors that every unit prefetches in forward and in backward (``fully_shard``).
-        by_policy: the auto-wrap policy that selects the units, ``"custom"`` or ``"class"``; or one call per unit.
-        ties: pairs of leaves, by number, that share their first parameter.
+        ties: number of pairs of leaves that share their first parameter; see `tied_leaves`.
         hook: a user hook. ``"communication"``, ``"accumulated"`` (on each parameter of the optimizer) and
             ``"backward"`` (on inputs of each leaf) halve gradients. ``"in_place"`` modifies the gradient that it
             reduces. ``"plain"``, ``"async"`` and ``"low"`` only reduce. Or ``""``.
@@ -162,8 +161,7 @@ class Description:
     pins: bool = False
     among: int = 0
     ahead: int = 0
-    by_policy: str = ""
-    ties: tuple[tuple[int, int], ...] = ()
+    ties: int = 0
     hook: str = ""
     steps: int = 2
     micro_batches: tuple[bool, ...] = (True,)
@@ -205,6 +203,20 @@ class Description:
         return "HYBRID" in self.strategy
 
     @property
+    def is_per_parameter(self) -> bool:
+        """Whether the front end shards each parameter separately."""
+        return "fully_shard" in self.api
+
+    @property
+    def is_reentrant(self) -> bool:
+        """Whether a module is recomputed by a backward inside the backward."""
+        return any(node.checkpoint == "reentrant" for node, _ in walk(self.model))
+
+    def has(self, kind: str) -> bool:
+        """Whether the model has a module of this kind."""
+        return any(node.kind == kind for node, _ in walk(self.model))
+
+    @property
     def is_apart(self) -> bool:
         """Whether the ranks make different calls."""
         return any("on" in call or _skips_differ(call.get("skip")) for call in self.calls)
@@ -212,11 +224,6 @@ class Description:
 
 def _skips_differ(skip: Any) -> bool:
     return isinstance(skip, list) and skip[0] != skip[1]
-
-
-def is_per_parameter(description: Description) -> bool:
-    """Whether the front end shards each parameter separately."""
-    return "fully_shard" in description.api
 
 
 # --- calls ---
@@ -322,7 +329,6 @@ def legal(description: Description) -> Description:
     """The description, or the nearest meaningful one."""
     d = _legal_options(description)
     d = replace(d, model=_Rules(d).repaired(d.model, None, "root"))
-    d = replace(d, ties=_legal_ties(d))
     if num_uses(d) > 2:
         # Low precision rounds each use by about one percent, and the order of many uses matters; norms amplify this.
         d = replace(d, precision="full")
@@ -335,36 +341,19 @@ def legal(description: Description) -> Description:
 
 def _legal_options(d: Description) -> Description:
     changes: dict[str, Any] = {"micro_batches": (*d.micro_batches[:-1], True), "rank": min(d.rank, d.num_ranks - 1)}
-    if not d.bomb:
-        changes.update(bomb_at=0, resets=False)
-    if d.is_hybrid:
-        if d.num_ranks % d.num_replicas:
-            changes["num_replicas"] = 1
-    else:
-        changes.update(num_replicas=1, by_mesh=False)
-    if "fully_shard" in d.api:
-        # Options that this front end does not have. Original parameters are always visible.
-        changes.update(
-            originals=True, by_policy="", by_mesh=False, limits=True, forward_prefetch=False, backward_prefetch=""
-        )
+    if not d.is_hybrid or d.num_ranks % d.num_replicas:
+        changes["num_replicas"] = 1
+    if d.is_per_parameter:
         changes.update(clips=False, apart=-1, full_in_eval=False, **_legal_for_each_parameter(d))
-    else:
-        changes.update(frees=False, pins=False, among=0, ahead=0, by_hand="", switches=(), late=False)
-        changes.update(sums_late=False, goes_on=False, resets=False)
-        if d.edits in ("data", "gradients") and not d.originals:
-            changes["edits"] = "write"
-        if d.by_policy == "class" and any(node.strategy for node, _ in walk(d.model)):
-            changes["by_policy"] = "custom"
+    elif d.edits in ("data", "gradients") and not d.originals:
+        changes["edits"] = "write"
     if d.stepping == "in_backward":
         # Unsynchronized gradients must not be used for a step, and neither must gradients of an interrupted backward.
-        d = replace(d, micro_batches=(True,) * len(d.micro_batches), bomb="", scales=False)
-        changes.update(micro_batches=d.micro_batches, bomb_at=0, resets=False, clips=False)
+        changes.update(micro_batches=(True,) * len(d.micro_batches), bomb="", scales=False, clips=False)
         # The first of two backwards would change the parameters of the second one's forward.
         changes["separate"] = False
-        if not (d.originals or "fully_shard" in d.api):
+        if not (d.originals or d.is_per_parameter):
             changes["stepping"] = ""
-    if d.forwards == 1:
-        changes["separate"] = False
     if any(node.every > 1 for node, _ in walk(d.model)):
         # With momentum, zeros in a flat gradient differ from the missing gradients of the single process.
         changes.update(momentum=False, adam=False)
@@ -375,7 +364,7 @@ def _legal_options(d: Description) -> Description:
             changes["evaluates"] = "after"
         if d.resumes not in forms_of(d.api):
             changes["resumes"] = "full"
-        if "fully_shard" in d.api and any(node.same_as >= 0 for node, _ in walk(d.model)):
+        if d.is_per_parameter and any(node.same_as >= 0 for node, _ in walk(d.model)):
             # torch.distributed.checkpoint does not send full values to a module that occurs twice.
             changes["resumes"] = "own"
     if d.strategy != "HYBRID_SHARD":
@@ -389,20 +378,12 @@ def _legal_for_each_parameter(d: Description) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     if d.among and (d.num_ranks // (d.num_replicas if d.is_hybrid else 1)) % d.among:
         changes["among"] = 0
-    if not d.offload:
-        changes["pins"] = False
-    elif d.scales:
+    if d.offload:
         # Torch's scaler all-reduces on the device of the gradients, and NCCL does not support CPU tensors.
         changes["scales"] = False
-    if d.edits == "gradients":
-        changes["edits"] = "read"
-    if all(d.micro_batches):
-        changes.update(sums_late=False, goes_on=False)
-    if not d.is_hybrid or any(node.checkpoint == "reentrant" for node, _ in walk(d.model)):
+    if not d.is_hybrid or d.is_reentrant:
         # A nested backward reduces on its own, and partial sums would belong to other parameters: this is an error.
         changes["sums_late"] = False
-    if not d.switches:
-        changes["late"] = False
     return changes
 
 
@@ -428,13 +409,12 @@ def forms_of(api: str) -> tuple[str, ...]:
 def _may_hook(d: Description) -> bool:
     nodes = [node for node, _ in walk(d.model)]
     if d.hook in COMMUNICATION_HOOKS:
-        return "fully_shard" in d.api or not d.is_hybrid
+        return d.is_per_parameter or not d.is_hybrid
     if d.hook == "accumulated":
         # A hook that runs after several reductions halves earlier results again; the oracle does not model this.
         # With fully_shard, as in torch, it happens if gradients wait for a backward through several uses.
-        is_reused = "fully_shard" in d.api and len(d.micro_batches) > 1 and any(node.times > 1 for node in nodes)
-        is_reentrant = any(node.checkpoint == "reentrant" for node in nodes)
-        return not any(d.micro_batches[:-1]) and not is_reentrant and not is_reused
+        is_reused = d.is_per_parameter and len(d.micro_batches) > 1 and any(node.times > 1 for node in nodes)
+        return not any(d.micro_batches[:-1]) and not d.is_reentrant and not is_reused
     # Autograd searches for tensors only in these types of inputs and outputs.
     return all(node.returns in ("tensor", "tuple") and not node.keywords for node in nodes)
 
@@ -448,8 +428,7 @@ class _Rules:
         self.frozen_units: dict[str, bool] = {}
         # A flat parameter cannot be partly frozen. Original parameters can, but autograd treats the frozen ones as
         # trained. Reentrant checkpointing detects this, because it checks whether any input requires a gradient.
-        is_reentrant = any(node.checkpoint == "reentrant" for node, _ in walk(description.model))
-        self.is_uniform = "fully_shard" not in description.api and (is_reentrant or not description.originals)
+        self.is_uniform = not description.is_per_parameter and (description.is_reentrant or not description.originals)
 
     def repaired(self, node: Node, unit: str | None, path: str) -> Node:
         d = self.description
@@ -468,7 +447,7 @@ class _Rules:
             leaf = replace(leaf, strategy="", frozen=self.leaves[leaf.same_as][0].frozen)
         else:
             leaf = replace(leaf, same_as=-1)
-            if "fully_shard" in self.description.api:
+            if self.description.is_per_parameter:
                 leaf = _for_each_parameter(leaf)
             if self.is_uniform and leaf.kind != "idle":
                 # Trained completely or not at all: the first leaf of the unit decides.
@@ -496,23 +475,16 @@ def _for_each_parameter(leaf: Node) -> Node:
     return leaf
 
 
-def _legal_ties(d: Description) -> tuple[tuple[int, int], ...]:
-    """The ties. A pair whose leaves must not be tied is replaced by one that may be, if there is one."""
-    num_leaves = sum(node.kind in LEAVES for node, _ in walk(d.model))
-    pairs = [pair for pair in itertools.combinations(range(num_leaves), 2) if _may_tie(d, *pair)]
-    if not pairs:
-        return ()
-    return tuple({pair if pair in pairs else pairs[sum(pair) % len(pairs)]: None for pair in d.ties})
-
-
-def _may_tie(d: Description, first: int, second: int) -> bool:
+def tied_leaves(d: Description) -> list[tuple[int, int]]:
+    """The pairs of leaves, by number, that share their first parameter: the first of those that may be tied."""
     leaves = [(node, unit) for node, unit in walk(d.model) if node.kind in LEAVES]
-    if not 0 <= first < second < len(leaves):
-        return False
-    (a, unit), (b, other) = leaves[first], leaves[second]
-    alike = (a.kind, a.frozen, a.size) == (b.kind, b.frozen, b.size) and a.kind != "idle"
-    # Equal nodes compare equal, but two units are the same only if they are the same object.
-    return alike and unit is other and a.same_as < 0 and b.same_as < 0
+    pairs = []
+    for (first, (a, unit)), (second, (b, other)) in itertools.combinations(enumerate(leaves), 2):
+        alike = (a.kind, a.frozen, a.size) == (b.kind, b.frozen, b.size) and a.kind != "idle"
+        # Equal nodes compare equal, but two units are the same only if they are the same object.
+        if alike and unit is other and a.same_as < 0 and b.same_as < 0:
+            pairs.append((first, second))
+    return pairs[: d.ties]
 
 
 def num_uses(description: Description) -> int:
@@ -534,6 +506,6 @@ def num_uses(description: Description) -> int:
             leaves += 1
 
     count(description.model, description.forwards)
-    for first, second in description.ties:
+    for first, second in tied_leaves(description):
         uses[first] = uses[second] = uses[first] + uses[second]
     return max(uses.values(), default=0)

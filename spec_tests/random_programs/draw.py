@@ -5,8 +5,7 @@ All programs have the same description, and `drawn` draws all kinds of them. The
 ===========  ==========================================================================================================
 kind         what is random
 ===========  ==========================================================================================================
-``loops``    the model, and the options of ordinary training loops
-``resumed``  the same, and optimizers, hooks of the user, and a state that is saved and loaded
+``loops``    the model, and the options of ordinary training loops; some end with a state that is saved and loaded
 ``races``    a loop, and what the user does at the same time; for the simulated device
 ``calls``    the calls, in correct and in wrong order, for a small model whose gradients share memory
 ``apart``    the same; sometimes only one rank makes a call, or ranks leave out different parts
@@ -16,7 +15,6 @@ kind         what is random
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -30,11 +28,9 @@ from spec_tests.random_programs.description import (
     Description,
     Node,
     forms_of,
-    is_per_parameter,
     legal,
-    walk,
 )
-from spec_tests.random_programs.wrong import WRONG_COMPOSED, WRONG_WRAPPED
+from spec_tests.random_programs.wrong import WRONG
 
 T = TypeVar("T")
 
@@ -59,8 +55,8 @@ def one_of(*values: Any) -> st.SearchStrategy[Any]:
 
 def drawn(kind: str, num: int, number: int, api: str, shape: str = "2") -> list[Description]:
     """``num`` programs of this kind; the same ``number`` (seed) gives the same ones."""
-    if kind not in ("calls", "apart"):
-        return collected(STRATEGIES[kind](shape, api), num, number)
+    if kind in ("loops", "races"):
+        return collected((loops if kind == "loops" else _races)(shape, api), num, number)
     programs: list[Description] = []
     for part in itertools.count():
         # Hypothesis prefers variations of what it has drawn. A new run draws different programs.
@@ -130,13 +126,15 @@ def _loop_options(shape: str, api: str) -> dict[str, st.SearchStrategy[Any]]:
         "forward_prefetch": flags,
         "limits": often,
         "offload": seldom,
-        "by_policy": one_of("", "custom"),
-        "ties": st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), max_size=2).map(tuple),
+        "ties": one_of(0, 0, 1, 2),
         "steps": one_of(2, 2, 3),
         "micro_batches": seldom.flatmap(lambda is_long: long if is_long else usual),
         "forwards": one_of(1, 1, 1, 2),
         "samples": st.integers(1, 3),
         "momentum": flags,
+        "adam": seldom,
+        "hook": one_of("", "", "", "", "communication", "accumulated", "backward"),
+        "resumes": one_of(*[""] * 10, *forms_of(api)),
         "clears": often,
         "evaluates": one_of("", "", "after", "between", "forgotten"),
         "clips": seldom,
@@ -153,11 +151,6 @@ def _loop_options(shape: str, api: str) -> dict[str, st.SearchStrategy[Any]]:
 def loops(shape: str, api: str, **others: st.SearchStrategy[Any]) -> st.SearchStrategy[Description]:
     """Training loops for this shape of ranks and this front end; ``others`` replaces or adds options."""
     return st.builds(Description, **{**_loop_options(shape, api), **others}).map(legal)
-
-
-def _resumed(shape: str, api: str) -> st.SearchStrategy[Description]:
-    hook = one_of("", "", "communication", "accumulated", "backward")
-    return loops(shape, api, adam=flags, hook=hook, resumes=one_of(*forms_of(api)))
 
 
 # --- races ---
@@ -177,7 +170,7 @@ def _races(shape: str, api: str) -> st.SearchStrategy[Description]:
         reads=seldom,
         separate=seldom,
         stepping=one_of("", "", "", "event", "in_backward"),
-        adam=seldom,
+        resumes=st.just(""),
         scales=seldom,
         hook=one_of("", "", "", "plain", "async", "low"),
         edits=one_of("", "", "", *EDITS),
@@ -203,12 +196,6 @@ def _without_questions(node: Node) -> Node:
     return replace(node, kind=kind, children=tuple(map(_without_questions, node.children)))
 
 
-STRATEGIES: dict[str, Callable[[str, str], st.SearchStrategy[Description]]] = {
-    "loops": loops,
-    "resumed": _resumed,
-    "races": _races,
-}
-
 # --- calls in any order ---
 
 NUM_RULES, NUM_BLOCKS, FIRST_BLOCK = 14, 3, 2
@@ -219,7 +206,6 @@ BLOCKS = st.integers(FIRST_BLOCK, FIRST_BLOCK + NUM_BLOCKS - 1)
 PARTS = st.none() | BLOCKS
 FEW_PARTS = st.none() | PARTS
 BATCHES = st.integers(0, 3)
-DAMAGES = one_of(None, None, None, "missing", "extra", "shape", "type", "none", "list")
 
 
 def of_blocks(kinds: tuple[str, ...] = (), uses: int = 1, *, nested: bool = False, **options: Any) -> Description:
@@ -232,7 +218,7 @@ def of_blocks(kinds: tuple[str, ...] = (), uses: int = 1, *, nested: bool = Fals
         inner = replace(blocks[1], unit=False, times=1)
         blocks[1] = Node("chain", unit=True, times=uses, children=(Node("mlp", size=5, unit=True), inner))
     model = Node("chain", children=(Node("counter"), Node("linear"), *blocks, Node("linear")))
-    usual = {"steps": 0, "dtype": "double", "width": 4, "samples": 3, "tracks_input": True, "by_policy": "class"}
+    usual = {"steps": 0, "dtype": "double", "width": 4, "samples": 3, "tracks_input": True}
     options = {**usual, "seed": 17, "momentum": options.get("steps_by") != "fused", **options}
     return legal(Description(model, **options))
 
@@ -295,7 +281,7 @@ SIMPLE_CALLS: dict[str, dict[str, st.SearchStrategy[Any]]] = {
 OF_WRAPPER: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "apply": {},
     "leave": {},
-    "wrong": {"name": one_of(*WRONG_WRAPPED)},
+    "wrong": {"line": one_of(*WRONG["wrapped"])},
 }
 _SWITCH = {"value": flags, "part": PARTS, "recurse": flags}
 OF_FUNCTION: dict[str, dict[str, st.SearchStrategy[Any]]] = {
@@ -307,7 +293,7 @@ OF_FUNCTION: dict[str, dict[str, st.SearchStrategy[Any]]] = {
     "sync": _SWITCH,
     "unshard": {"part": PARTS, "later": flags},
     "wait": {},
-    "wrong": {"name": one_of(*WRONG_COMPOSED)},
+    "wrong": {"line": one_of(*WRONG["fully_shard"])},
 }
 # The calls that no rank can make alone.
 TOGETHER = (
@@ -328,7 +314,7 @@ class _Calls:
     def __init__(self, draw: st.DrawFn, d: Description, is_apart: bool) -> None:
         self.draw, self.d = draw, d
         self.calls: list[Call] = []
-        self.by_function = is_per_parameter(d)
+        self.by_function = d.is_per_parameter
         self.simple = SIMPLE_CALLS | (OF_FUNCTION if self.by_function else OF_WRAPPER)
         own = ("convert",) if self.by_function else ("evaluate_in_mode", "no_sync", "summon")
         self.possible = [*self.rules, *self.simple, *own, *["alone", "forward_by_branch"] * is_apart]
@@ -361,9 +347,6 @@ class _Calls:
 
     def one_of(self, *values: Any) -> Any:
         return self.draw(st.sampled_from(values))
-
-    def has(self, kind: str) -> bool:
-        return any(node.kind == kind for node, _ in walk(self.d.model))
 
     # --- training ---
 
@@ -439,7 +422,7 @@ class _Calls:
 
     def clip(self) -> None:
         # One rank has no elements of a parameter of one row, and PyTorch refuses the maximum of an empty tensor.
-        norms = (1, 2.0) if self.by_function and self.has("expand") else (1, 2.0, "inf")
+        norms = (1, 2.0) if self.by_function and self.d.has("expand") else (1, 2.0, "inf")
         self.call("clip", most=self.one_of(0.01, 1, 1e9), norm=self.one_of(*norms))
 
     def new_optimizer(self) -> None:
@@ -450,7 +433,7 @@ class _Calls:
     def convert(self) -> None:
         """Converts to another dtype after a step, when no gradient waits for its reduction."""
         dtype, how = self.one_of("double", "float"), self.one_of("method", "assign")
-        if self.d.precision != "full" or (dtype == "float" and self.has("dtypes")):
+        if self.d.precision != "full" or (dtype == "float" and self.d.has("dtypes")):
             return
         self._only = None
         self.call("sync", value=True)
@@ -472,9 +455,7 @@ class _Calls:
         # nothing.
         form = self.one_of(None, None, None, *(("own",) if self.by_function else self.forms))
         strict = self.flag() or form is not None or self.saved[index] == "local"
-        # torch's functions accept some damaged state dicts, so only the project's own loads get them.
-        is_own = not self.by_function or (form or self.saved[index]) == "own"
-        self.call("load", index=index, strict=strict, form=form, damage=self.draw(DAMAGES) if is_own else None)
+        self.call("load", index=index, strict=strict, form=form)
 
     def save_optimizer(self) -> None:
         forms = [form for form in self.forms if form != "own"]

@@ -7,6 +7,7 @@ torch also fails. ``careless`` has a defect that the judges must find.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import warnings
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from spec_tests import subject
 from spec_tests.harness import device, kept
 from spec_tests.oracles.gathering import clean_name, wrap_units
-from spec_tests.random_programs.description import Description, is_per_parameter
+from spec_tests.random_programs.description import COMMUNICATION_HOOKS, Description
 from spec_tests.random_programs.modules import Piece, Unit
 
 LOW = torch.bfloat16
@@ -43,13 +44,9 @@ RESHARDS = {"FULL_SHARD": True, "SHARD_GRAD_OP": False, "_HYBRID_SHARD_ZERO2": F
 Group = dist.ProcessGroup | None
 
 
-def _wrapped(library: Any, d: Description, model: Piece, group: Group, **others: Any) -> nn.Module:
-    def strategy(name: str) -> Any:
-        return library.ShardingStrategy[name or d.strategy]
-
+def _wrapped(library: Any, d: Description, model: Piece, group: Group) -> nn.Module:
     options: dict[str, Any] = {
         "process_group": _groups(d, group) if d.is_hybrid and not d.by_mesh else group,
-        "sharding_strategy": strategy(""),
         "cpu_offload": library.CPUOffload(offload_params=True) if d.offload else None,
         "backward_prefetch": library.BackwardPrefetch[d.backward_prefetch] if d.backward_prefetch else None,
         "mixed_precision": library.MixedPrecision(**PRECISIONS[d.precision]) if PRECISIONS[d.precision] else None,
@@ -57,23 +54,18 @@ def _wrapped(library: Any, d: Description, model: Piece, group: Group, **others:
         "forward_prefetch": d.forward_prefetch,
         "limit_all_gathers": d.limits,
         "use_orig_params": d.originals,
-        **others,
     }
     if d.is_hybrid and d.by_mesh:
         options.update(process_group=None, device_mesh=_mesh(d, group))
     if d.precision == "single":
         # A submodule that is called alone gets an input in float64.
         options["mixed_precision"] = library.MixedPrecision(**PRECISIONS[d.precision], cast_forward_inputs=True)
-    fsdp = library.FullyShardedDataParallel
 
-    def choose(module: nn.Module) -> bool | dict[str, Any]:
-        is_unit = isinstance(module, Piece) and module.node.unit
-        return {"sharding_strategy": strategy(module.node.strategy)} if is_unit else False
+    def unit(module: Piece) -> nn.Module:
+        strategy = library.ShardingStrategy[module.node.strategy or d.strategy]
+        return library.FullyShardedDataParallel(module, sharding_strategy=strategy, **options)
 
-    if d.by_policy:
-        policy = library.wrap.ModuleWrapPolicy({Unit}) if d.by_policy == "class" else library.wrap.CustomPolicy(choose)
-        return fsdp(model, auto_wrap_policy=policy, **options)
-    return wrap_units(model, (Unit,), lambda m: fsdp(m, **{**options, "sharding_strategy": strategy(m.node.strategy)}))
+    return wrap_units(model, (Unit,), unit)
 
 
 def _groups(d: Description, group: Group) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
@@ -94,22 +86,19 @@ def _groups(d: Description, group: Group) -> tuple[dist.ProcessGroup, dist.Proce
 
 def _mesh(d: Description, group: Group) -> Any:
     if not d.is_hybrid:
-        if group is not None:
-            return DeviceMesh.from_group(group, device().type)
-        return dist.init_device_mesh(device().type, (d.num_ranks,))
+        return DeviceMesh.from_group(group or dist.group.WORLD, device().type)
     row, column = _groups(d, group)
     table = torch.arange(d.num_ranks).view(d.num_replicas, -1)
     return DeviceMesh.from_group([column, row], device().type, mesh=table, mesh_dim_names=("replicate", "shard"))
 
 
-def _fully_shard(library: Any, d: Description, model: Piece, group: Group, **others: Any) -> nn.Module:
+def _fully_shard(library: Any, d: Description, model: Piece, group: Group) -> nn.Module:
     low = PRECISIONS[d.precision]
     options: dict[str, Any] = {
         "reshard_after_forward": d.among or d.frees or RESHARDS.get(d.strategy),
         "mp_policy": library.MixedPrecisionPolicy(**low),
         "offload_policy": library.CPUOffloadPolicy(pin_memory=d.pins) if d.offload else library.OffloadPolicy(),
         "mesh": _mesh(d, group),
-        **others,
     }
     return wrap_units(model, (Unit,), lambda module: library.fully_shard(module, **options))
 
@@ -123,21 +112,20 @@ def _be_careless(wrapped: nn.Module) -> None:
             unit.plans[0].scaling = dataclasses.replace(unit.plans[0].scaling, after=2 * unit.plans[0].scaling.after)
 
 
-def sharded(description: Description, model: Piece, group: Group = None, **others: Any) -> nn.Module:
+def sharded(description: Description, model: Piece, group: Group = None) -> nn.Module:
     """Shards the plain model. Every rank must call it. The sharded model uses the clock of the plain model.
 
     Args:
         description, model: the program and its plain model.
         group: the ranks that shard, if not all.
-        others: options of the front end that are not part of a description.
     """
     full = {"FSDP_USE_FULL_PREC_IN_EVAL": "1"} if description.full_in_eval else {}
     with warnings.catch_warnings(), mock.patch.dict(os.environ, full):
         # Expected: frozen next to trained parameters, a root without parameters, and torch's deprecated strategies.
         warnings.simplefilter("ignore")
         library = torch.distributed.fsdp if description.api.startswith("torch_") else subject
-        shard = _fully_shard if is_per_parameter(description) else _wrapped
-        wrapped = shard(library, description, model, group, **others)
+        shard = _fully_shard if description.is_per_parameter else _wrapped
+        wrapped = shard(library, description, model, group)
     if description.api == "careless":
         _be_careless(wrapped)
     _lay_hook(description, wrapped, group)
@@ -149,51 +137,41 @@ def _lay_hook(d: Description, model: Any, group: Group) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda parameter: parameter.grad.div_(2))
-    elif d.hook in _HOOKS and hasattr(model, "register_comm_hook"):
-        model.register_comm_hook(group, _HOOKS[d.hook])
-    elif d.hook in _HOOKS:
-        units = [unit for unit in model.modules() if hasattr(unit, "set_all_reduce_hook")]
-        stream: Any = None
+    elif d.hook in COMMUNICATION_HOOKS and hasattr(model, "register_comm_hook"):
+        model.register_comm_hook(group, functools.partial(_reduce, d.hook))
+    elif d.hook in COMMUNICATION_HOOKS:
+        options: dict[str, Any] = {}
         if d.hook == "async" and not d.is_hybrid:
-            stream = torch.get_device_module(device()).Stream(device())
-        for unit in units:
-            if d.hook == "communication":
-                unit.set_all_reduce_hook(lambda reduced: reduced.div_(2))
-            else:
-                unit.set_all_reduce_hook(lambda reduced: reduced.mul_(0.5), stream=stream)
+            options = {"stream": torch.get_device_module(device()).Stream(device())}
+        for unit in model.modules():
+            if hasattr(unit, "set_all_reduce_hook"):
+                unit.set_all_reduce_hook(lambda reduced: reduced.div_(2), **options)
 
 
 # Its name since torch 2.13, in which the old name warns.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def _summed(group: Group, gradient: Tensor, local_shard: Tensor | None = None, **options: Any) -> Any:
+def _reduce(kind: str, group: Group, gradient: Tensor, local_shard: Tensor | None = None) -> None:
+    """A communication hook of the wrapper; `Description.hook` lists the kinds."""
+    num_ranks, is_async = dist.get_world_size(group), kind == "async"
+    if kind == "in_place":
+        gradient.div_(num_ranks)
+    result = gradient if local_shard is None else local_shard
+    sent, received = gradient, result
+    if kind == "low":
+        sent = gradient.to(LOW)
+        received = sent if local_shard is None else torch.empty_like(result, dtype=LOW)
     if local_shard is None:
-        return dist.all_reduce(gradient, group=group, **options)
-    return _reduce_scatter(local_shard, gradient, group=group, **options)
-
-
-def _combine_and_halve(group: Group, gradient: Tensor, local_shard: Tensor | None = None) -> None:
-    _summed(group, gradient, local_shard)
-    (gradient if local_shard is None else local_shard).div_(2 * dist.get_world_size(group))
-
-
-def _in_place(group: Group, gradient: Tensor, local_shard: Tensor | None = None) -> None:
-    _summed(group, gradient.div_(dist.get_world_size(group)), local_shard)
-
-
-def _async(group: Group, gradient: Tensor, local_shard: Tensor | None = None) -> None:
-    _summed(group, gradient, local_shard, async_op=True).wait()
-
-
-def _low(group: Group, gradient: Tensor, local_shard: Tensor | None = None) -> None:
-    low = gradient.to(LOW)
-    low_shard = None if local_shard is None else torch.empty_like(local_shard, dtype=LOW)
-    _summed(group, low, low_shard)
-    (gradient if local_shard is None else local_shard).copy_(low if low_shard is None else low_shard)
-
-
-_HOOKS = {"communication": _combine_and_halve, "in_place": _in_place, "plain": _summed, "async": _async, "low": _low}
+        work = dist.all_reduce(received, group=group, async_op=is_async)
+    else:
+        work = _reduce_scatter(received, sent, group=group, async_op=is_async)
+    if is_async:
+        work.wait()
+    if kind == "low":
+        result.copy_(received)
+    elif kind == "communication":
+        result.div_(2 * num_ranks)
 
 
 def parameters_here(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -8,20 +8,19 @@ is a failure from which nothing can be removed, and the command line that replay
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import pathlib
 import shlex
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from spec_tests.harness import pool
 from spec_tests.random_programs import player
-from spec_tests.random_programs.description import Description, Node, legal, to_json
+from spec_tests.random_programs.description import Description, from_json, legal, to_json
 
 BATCH = 25
 SMALL_BATCH = 8  # during reduction: usually one of the first few fails
@@ -37,13 +36,11 @@ class Verdict:
         program: the program.
         found: the finding, or ``None``.
         log: the result of each call on rank 0.
-        ended: whether it ended early on some rank, because ranks had made different calls and got an error.
     """
 
     program: Description
     found: str | None
     log: tuple[str, ...] = ()
-    ended: bool = False
 
 
 # Runs programs, and yields a verdict for each.
@@ -78,8 +75,7 @@ def _errand(programs: list[Description], limit: float) -> list[Verdict]:
     verdicts = []
     for program, *results in zip(programs, *by_rank, strict=True):
         said = [f"--- rank {rank} ---\n{result['found']}" for rank, result in enumerate(results) if result["found"]]
-        ended = any(result["ended"] for result in results)
-        verdicts.append(Verdict(program, "\n".join(said) or None, tuple(results[0]["log"]), ended))
+        verdicts.append(Verdict(program, "\n".join(said) or None, tuple(results[0]["log"])))
     return verdicts
 
 
@@ -106,24 +102,15 @@ def failure_of(programs: list[Description], judge: Judge = judged) -> str | None
     small = simplest(first.program, failing)
     (again,) = judge([small])
     found = again.found or f"Not seen again; at first:\n{first.found}"
-    return f"{found}\n\nTo see it again:\n{replay_line(small, is_simulated=judge is not judged)}"
-
-
-def replay_line(program: Description, *, is_simulated: bool = False) -> str:
-    """The command that runs the program again."""
-    device = "--device simulated " if is_simulated else ""
-    return f"python -m spec_tests.random_programs {device}{shlex.quote(to_json(program))}"
+    device = "" if judge is judged else "--device simulated "
+    command = f"python -m spec_tests.random_programs {device}{shlex.quote(to_json(small))}"
+    return f"{found}\n\nTo see it again:\n{command}"
 
 
 def kind_of(found: str) -> str:
     """The first words of a finding, which identify its kind."""
     line = next(line for line in found.splitlines() if not line.startswith("---"))
     return line.partition(":")[0]
-
-
-def counted(verdicts: list[Verdict]) -> Counter[str]:
-    """The number of calls by result."""
-    return Counter(said.partition(": ")[2] for verdict in verdicts for said in verdict.log)
 
 
 # --- reduction ---
@@ -141,47 +128,37 @@ def neighbours(program: Description) -> Iterator[Description]:
     # Two programs can be neighbours of each other. A decreasing length makes the reduction terminate.
     text = to_json(program)
     seen = {text}
-    for candidate in _steps(program):
-        candidate = legal(candidate)
+    for fields in _steps(json.loads(text)):
+        candidate = legal(from_json(json.dumps(fields)))
         shorter = to_json(candidate)
         if shorter not in seen and len(shorter) < len(text):
             seen.add(shorter)
             yield candidate
 
 
-def _steps(d: Description) -> Iterator[Description]:
-    half = len(d.calls) // 2
-    if half > 1:
-        yield replace(d, calls=d.calls[half:])
-        yield replace(d, calls=d.calls[:half])
-    for number in reversed(range(len(d.calls))):
-        yield replace(d, calls=d.calls[:number] + d.calls[number + 1 :])
-    for model in _smaller_nodes(d.model):
-        yield replace(d, model=model)
-    blank = Description()
-    # A program of calls has no training loop.
-    kept = ("model", "api", "calls", "steps") if d.steps == 0 else ("model", "api", "calls")
-    for field in dataclasses.fields(Description):
-        if field.name not in kept and getattr(d, field.name) != getattr(blank, field.name):
-            yield replace(d, **{field.name: getattr(blank, field.name)})
-    for i in range(len(d.micro_batches) - 1):
-        yield replace(d, micro_batches=d.micro_batches[:i] + d.micro_batches[i + 1 :])
-    for i in range(len(d.ties)):
-        yield replace(d, ties=d.ties[:i] + d.ties[i + 1 :])
-    for field, low in (("steps", 1), ("samples", 1), ("width", 1)):
-        if getattr(d, field) > low:
-            yield replace(d, **{field: getattr(d, field) - 1})
-
-
-def _smaller_nodes(node: Node) -> Iterator[Node]:
-    for i, child in enumerate(node.children):
-        yield replace(node, children=node.children[:i] + node.children[i + 1 :])
-        if child.children:
-            yield replace(node, children=node.children[:i] + child.children + node.children[i + 1 :])
-    for i, child in enumerate(node.children):
-        for smaller in _smaller_nodes(child):
-            yield replace(node, children=(*node.children[:i], smaller, *node.children[i + 1 :]))
-    blank = Node()
-    for field in dataclasses.fields(Node):
-        if field.name not in ("children", "kind") and getattr(node, field.name) != getattr(blank, field.name):
-            yield replace(node, **{field.name: getattr(blank, field.name)})
+def _steps(fields: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The JSON form of a program or of a module, with less in it."""
+    half = len(fields.get("calls", ())) // 2
+    if half:
+        yield {**fields, "calls": fields["calls"][half:]}
+        yield {**fields, "calls": fields["calls"][:half]}
+    for name, value in fields.items():
+        if isinstance(value, list):
+            for i in reversed(range(len(value))):
+                yield {**fields, name: value[:i] + value[i + 1 :]}
+    if "model" in fields:
+        for model in _steps(fields["model"]):
+            yield {**fields, "model": model}
+    for name, value in fields.items():
+        # A program of calls has no training loop.
+        if name not in ("model", "children", "kind", "api") and (name, value) != ("steps", 0):
+            yield {other: fields[other] for other in fields if other != name}
+        if isinstance(value, int) and value > 1:
+            yield {**fields, name: value - 1}
+    children = fields.get("children", [])
+    for i, child in enumerate(children):
+        before, after = children[:i], children[i + 1 :]
+        if "children" in child:
+            yield {**fields, "children": before + child["children"] + after}
+        for smaller in _steps(child):
+            yield {**fields, "children": [*before, smaller, *after]}

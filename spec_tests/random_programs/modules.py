@@ -42,7 +42,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spec_tests.harness import device
-from spec_tests.random_programs.description import LEAVES, OWN_SHAPES, Call, Description, Node
+from spec_tests.random_programs.description import LEAVES, OWN_SHAPES, Call, Description, Node, tied_leaves
 
 # Powers of two: multiplication by them is exact, so it does not matter whether a kernel fuses it with an addition.
 LEARNING_RATE, MOMENTUM = 1 / 32, 0.5
@@ -268,7 +268,7 @@ def plain_model(description: Description) -> Piece:
     if description.hook == "backward":
         for leaf in dict.fromkeys(leaves):
             leaf.register_full_backward_hook(_halve_inputs)
-    for first, second in description.ties:
+    for first, second in tied_leaves(description):
         (module, name), (other, other_name) = (_first_slot(leaves[number]) for number in (first, second))
         setattr(other, other_name, getattr(module, name))
     return model.to(device())
@@ -298,11 +298,9 @@ def prepared(inputs: tuple[Tensor, Tensor], dtype: torch.dtype | None, kept: Kep
     return x if dtype is None else x.to(dtype), tokens
 
 
-def output_of(
-    node: Node, model: Callable[..., Any], inputs: tuple[Tensor, Tensor], dtype: torch.dtype | None = None
-) -> Tensor:
+def output_of(node: Node, model: Callable[..., Any], inputs: tuple[Tensor, Tensor]) -> Tensor:
     """The output of the model, sharded or not, for a batch; cast to full precision for the loss."""
-    return _UNPACKED[node.returns](model(*inputs)).to(dtype or torch.get_default_dtype())
+    return _UNPACKED[node.returns](model(*inputs)).to(torch.get_default_dtype())
 
 
 def batch(description: Description, number: int, rank: int) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ _COMMON: dict[str, tuple[Any, ...]] = {
     "micro_batches": ((True,), (False, True), (True, True)),
     "hook": ("", "communication", "accumulated", "backward"),
     "checkpoint": ("", "nonreentrant", "reentrant"),
-    "ties": ((), ((0, 5),)),
+    "ties": (0, 1),
     "adam": (False, True),
 }
 # By front end.
@@ -114,7 +114,7 @@ def description_of(row: Row, api: str, seed: int = 0) -> Description:
 def _model(frozen: str, checkpoint: str) -> Node:
     """Four units: one inside another, one with two unequal matrices, and the root with the first and the last layer.
 
-    Numbers of elements are odd. The first and the last layer, leaves 0 and 5, can be tied.
+    Numbers of elements are odd. Only the first and the last layer can be tied.
     """
     linear = Node("linear", size=3)
     pair = Node("mlp", size=5, unit=True, frozen=frozen == "a unit", checkpoint=checkpoint)

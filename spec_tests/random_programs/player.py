@@ -46,16 +46,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spec_tests.harness.checkout import is_of_package
+from spec_tests.healthy.quiet import says_nothing_wrong
 from spec_tests.oracles.compare import BIT_EQUAL, DOUBLE, FLOAT, LOW_PRECISION, Tolerance
 from spec_tests.random_programs.description import (
     Call,
     Description,
     calls_of,
     from_json,
-    is_per_parameter,
     num_uses,
     step_of,
-    walk,
 )
 from spec_tests.random_programs.front_ends import Group
 from spec_tests.random_programs.reference import Reference
@@ -70,8 +69,8 @@ OF_GLOO = re.compile(r"[Tt]imed out|[Tt]imeout|Connection (closed|reset)|gloo|Br
 # Errors for ranks that have made different calls; their state is unknown afterwards. Other errors leave the state
 # unchanged.
 PARTED = re.compile(r"E-(about-to-part|collective-failed|missing-ranks|order-differs|state-dict-refused|waits-in-vain)")
-# Python's own message, which names the function.
-PYTHONS = re.compile(r"\(\) got an unexpected keyword argument")
+# The messages of Python, which names the function, and of `Module.load_state_dict`, which names the keys.
+NOT_OURS = re.compile(r"\(\) got an unexpected keyword argument|Error\(s\) in loading state_dict")
 # A unit that runs in every other step only confuses a prefetch. The next three are also in ``pyproject.toml``.
 EXPECTED_WARNINGS = (
     "rank .*: forward_prefetch expects the units to run in the order",
@@ -100,10 +99,10 @@ def tolerance_of(d: Description) -> Tolerance:
     if d.dtype:
         return FLOAT if (d.dtype == "float" or d.precision == "single") and not d.full_in_eval else DOUBLE
     most = 2
-    if any(node.checkpoint == "reentrant" for node, _ in walk(d.model)):
+    if d.is_reentrant:
         most = 1 if all(d.micro_batches) else 0
     # Per-parameter gradients wait in the dtype of the reduction, those of the reference in the compute dtype.
-    waits = is_per_parameter(d) and not all(d.micro_batches)
+    waits = d.is_per_parameter and not all(d.micro_batches)
     rounds = waits and "summed" in d.precision
     if waits:
         # They are reduced when the inputs of the last call are reached; the other calls add a second reduction. This is
@@ -164,7 +163,7 @@ class Player:
         return False
 
     def _end(self) -> None:
-        if is_per_parameter(self.d):
+        if self.d.is_per_parameter:
             self.make({"do": "sync", "value": True})
             self.make({"do": "keep_after_backward", "value": False})
         elif self.reference.waiting_units:
@@ -189,7 +188,7 @@ class Player:
         if optimizer is None:
             return
         missing = {p for p in self.side.model.parameters() if p.requires_grad} - optimizer.state.keys()
-        if is_per_parameter(self.d) and (missing or not optimizer.state):
+        if self.d.is_per_parameter and (missing or not optimizer.state):
             # torch's functions require a state for each trained parameter, even for one that never had a gradient, and
             # they do not send the states of an optimizer without states.
             form = "own"
@@ -217,19 +216,19 @@ class Player:
     def make(self, call: Call) -> str:
         """Makes one call. Returns its result."""
         # With the wrapper, ranks can train separately (local SGD) if each rank has all of the parameters.
-        is_whole = len(self.side.sharers(self.d.model)) == 1 and not is_per_parameter(self.d)
+        is_whole = len(self.side.sharers(self.d.model)) == 1 and not self.d.is_per_parameter
         if call["do"] == "step" and is_whole and self.reference.waiting_units:
             call = {"do": "zero_grad", "to_none": True, "of_model": True}
         if call["do"] in COMPUTING and self.side.is_summoned:
             call = self._in_summon(call)
         mine = call.get("on", self.rank) == self.rank
-        ranks = (call["on"],) if "on" in call else range(self.d.num_ranks)
+        self.reference.calling = (call["on"],) if "on" in call else self.reference.ranks
         given, error = self._try(self.side, call) if mine else (None, None)
         said = "ok"
         if error is not None:
-            said = self._judged(call, error, ranks)
+            said = self._judged(call, error)
         else:
-            said = self._follow(call, given, ranks, mine=mine)
+            said = self._follow(call, given, mine=mine)
         self.log.append(f"{call['do']}: {said}")
         # With different calls, an error can come later than a wrong gradient.
         if not self.d.is_apart and MEANINGLESS not in said and not self.side.is_over:
@@ -246,20 +245,20 @@ class Player:
             return call
         return {**{key: value for key, value in call.items() if key != "bang"}, "on": 0}
 
-    def _try(self, side: Any, call: Call, *rest: Any) -> tuple[Any, BaseException | None]:
+    def _try(self, side: Any, call: Call) -> tuple[Any, BaseException | None]:
         try:
-            return getattr(side, call["do"])(call, *rest), None
+            return getattr(side, call["do"])(call), None
         except Exception as error:
             return None, error
 
-    def _judged(self, call: Call, error: BaseException, ranks: Any) -> str:
+    def _judged(self, call: Call, error: BaseException) -> str:
         """Classifies an error: returns its identifier, or records a finding."""
         text = str(error)
         if MEANINGLESS in text:
-            _, expected = self._try(self.reference, call, ranks)
+            _, expected = self._try(self.reference, call)
             if MEANINGLESS in str(expected):
                 return MEANINGLESS
-        if call["do"] in ("backward", "load"):
+        if call["do"] in ("backward", "load") or "load_state_dict" in call.get("line", ""):
             # The remaining graphs were freed, or were computed from other values.
             self.side.changed()
             self.reference.changed()
@@ -278,14 +277,14 @@ class Player:
         leaves_traces = call["do"] in (*COMPUTING, "strange_input", "backward", "backward_again")
         # PyTorch's own `load_state_dict` copies matching entries before it raises.
         leaves_traces |= call["do"] == "load" and self.side.has_to_load(call)
-        _, expected = self._try(self.reference, call, ranks) if leaves_traces else (None, None)
+        _, expected = self._try(self.reference, call) if leaves_traces else (None, None)
         if expected is None and call["do"] in COMPUTING:
             self._note(f"bare error: {call} succeeded in one process, and raised here: {type(error).__name__}: {text}")
         where = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
         if self.d.steps == 0 and not any(map(is_of_package, where)):
             return f"torch: {type(error).__name__}"
-        if PYTHONS.search(text):
-            return "of Python: a name that the function does not have"
+        if NOT_OURS.search(text):
+            return "of Python or torch: a name that the function or the model does not have"
         if expected is not None and isinstance(error, type(expected)):
             return f"as in one process: {type(error).__name__}"
         shown = "".join(traceback.format_exception(error))[-3000:]
@@ -300,17 +299,17 @@ class Player:
             return not self.reference.waiting_units
         if call["do"] == "new_optimizer" and self.side.pending:
             # Original parameters can be views until their backward. PyTorch's optimizers refuse such tensors.
-            return not self.d.originals or is_per_parameter(self.d)
+            return not self.d.originals or self.d.is_per_parameter
         return call["do"] in IN_ORDER
 
-    def _follow(self, call: Call, given: Any, ranks: Any, *, mine: bool) -> str:
+    def _follow(self, call: Call, given: Any, *, mine: bool) -> str:
         """Makes the same call on the reference."""
         if call["do"] == "convert":
             self.tolerance = DOUBLE if call["dtype"] == "double" and self.d.precision == "full" else FLOAT
         is_dropped = call["do"] == "zero_grad" and not self.side.is_summoned
         if is_dropped and not any((*self.reference.pending, self.reference.waiting_units)):
             self.is_rounded = False
-        expected, error = self._try(self.reference, self._in_effect(call), ranks)
+        expected, error = self._try(self.reference, self._in_effect(call))
         if error is not None and MEANINGLESS in str(error):
             return MEANINGLESS
         # This rank does not have a state that only the other rank has saved.
@@ -336,15 +335,12 @@ class Player:
 
     def _tolerance_of_norms(self) -> Tolerance:
         """Norms of shards are added in another order than norms of parameters; for a DTensor in its own dtype."""
-        has_low = self.tolerance is LOW_PRECISION or (is_per_parameter(self.d) and self._has("dtypes"))
+        has_low = self.tolerance is LOW_PRECISION or (self.d.is_per_parameter and self.d.has("dtypes"))
         tolerance = LOW_PRECISION if has_low else FLOAT
         if not self.d.steps:
             # Gradients are multiplied by the norm.
             self.tolerance = tolerance
         return tolerance
-
-    def _has(self, kind: str) -> bool:
-        return any(node.kind == kind for node, _ in walk(self.d.model))
 
     def _in_effect(self, call: Call) -> Call:
         """The call as the reference must make it: edits in a context without writeback have no effect."""
@@ -358,7 +354,7 @@ class Player:
         if is_lost and call["do"] == "edit":
             # Pending losses are dropped on the sharded side, so they are dropped here, too.
             self.reference.changed()
-        if call["do"] == "sync" and not is_per_parameter(self.d):
+        if call["do"] == "sync" and not self.d.is_per_parameter:
             return {"do": "leave"} if call["value"] else {"do": "enter", "what": "no_sync"}
         return {"do": "nothing"} if is_lost else call
 
@@ -409,7 +405,7 @@ class Player:
         filled = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
         expected = self.side.expected(filled)
         # With the wrapper, unreduced gradients are in `.grad`.
-        waiting = set() if is_per_parameter(self.d) else self.reference.waiting_units
+        waiting = set() if self.d.is_per_parameter else self.reference.waiting_units
         unit_of = {**self.reference.single.unit_of, **{unit: unit for unit in self.reference.units}}
         absent = self._without_gradient({name: p.grad is None for name, p in parameters.items()})
         for name, parameter in self.side.owned.items():
@@ -431,7 +427,7 @@ class Player:
         All parameters of a flat tensor have a gradient, possibly zeros, if one of them has. If some are frozen,
         autograd treats them as trained, so any of them may cause this.
         """
-        if is_per_parameter(self.d):
+        if self.d.is_per_parameter:
             return {name for name, placeholder in is_absent.items() if placeholder}
         trained = {name: p.requires_grad for name, p in self.reference.model.named_parameters()}
         units = {unit: names for unit, (_, names) in self.reference.units.items() if all(is_absent[n] for n in names)}
@@ -439,33 +435,35 @@ class Player:
         return {name for names in units.values() for name in names} if self.d.originals else set(units)
 
     def _compare(self, what: str, ours: Any, expected: Any, tolerance: Tolerance | None = None) -> None:
-        chosen = tolerance or self.tolerance
         if not isinstance(ours, Tensor) or expected is None:
             self._note(f"differs: {what}: {_shown(ours)} here, {_shown(expected)} in one process")
             return
-        ours, expected = local(ours), expected.detach()
+        ours = local(ours)
+        # With CPU offload, ours is on the CPU.
+        expected = expected.detach().to(ours.device)
         if ours.numel() == expected.numel() and 1 in (ours.dim(), expected.dim()):
             # The wrapper's shards are 1-D.
             expected = expected.reshape(ours.shape)
-        if ours.shape != expected.shape or (self.d.steps and ours.dtype != expected.dtype):
-            self._note(f"differs: {what}: {_shown(ours)} here, {_shown(expected)} in one process")
-            return
-        # With CPU offload, ours is on the CPU.
-        ours = ours.to(expected.device)
         if ours.dtype == expected.dtype and torch.equal(ours, expected):
             return  # the usual case; takes a tenth of the time of the lines below
+        chosen = tolerance or self.tolerance
         if expected.dtype == torch.bfloat16:
             chosen = LOW_PRECISION
         elif expected.dtype == torch.float32 and chosen is DOUBLE:
             chosen = FLOAT
-        # complex128 can represent the values of every dtype.
-        mine, theirs = ours.to(torch.complex128), expected.to(torch.complex128)
-        largest = float(theirs.abs().nan_to_num().max()) if theirs.numel() else 0.0
-        atol = chosen.atol * max(1.0, largest)
-        if not torch.allclose(mine, theirs, rtol=chosen.rtol, atol=atol, equal_nan=True):
-            apart = float((mine - theirs).abs().max())
-            there = f"by up to {apart:.3g}\nhere     {ours.tolist()}\nexpected {expected.tolist()}"
-            self._note(f"differs: {what} ({chosen.name}), {there}")
+        largest = float(expected.abs().nan_to_num().max()) if expected.numel() else 0.0
+        try:
+            torch.testing.assert_close(
+                ours,
+                expected,
+                rtol=chosen.rtol,
+                atol=chosen.atol * max(1.0, largest),
+                equal_nan=True,
+                check_dtype=self.d.steps > 0,
+            )
+        except AssertionError as error:
+            shown = f"{error}\nhere     {ours.tolist()}\nexpected {expected.tolist()}"
+            self._note(f"differs: {what} ({chosen.name}), {shown}")
 
     def _take_over_if_rounded(self, call: Call) -> None:
         """Copies the ranks' values to the reference where they were rounded, so that later comparisons are exact.
@@ -475,7 +473,7 @@ class Player:
         if self.d.steps or self.side.is_summoned:
             return
         # A bfloat16 gradient is accumulated in another dtype before its reduction.
-        rounds = self.d.full_in_eval or self._has("dtypes")
+        rounds = self.d.full_in_eval or self.d.has("dtypes")
         if call["do"] != "convert" and not (call["do"] == "step" and rounds):
             return
         shards = {name: local(parameter) for name, parameter in self.side.owned.items()}
@@ -514,7 +512,7 @@ def play_all(texts: list[str], folder: str) -> None:
         all_ranks: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(all_ranks, result)
         found = _together(d, all_ranks, result)
-        results.append({"log": result["log"], "found": found, "ended": bool(result["ended"])})
+        results.append({"log": result["log"], "found": found})
         if any(not all(map(_is_ok, each["log"])) or each["found"] for each in all_ranks):
             # Objects of a failed run must not affect the next one.
             gc.collect()
@@ -541,27 +539,20 @@ def _is_ok(said: str) -> bool:
     return said.endswith(": ok")
 
 
-@contextlib.contextmanager
-def _default_dtype(d: Description) -> Any:
-    is_double = d.dtype == "double" or (not d.dtype and tolerance_of(d) is DOUBLE)
-    torch.set_default_dtype(torch.float64 if is_double else torch.float32)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-
 def _result_of(d: Description) -> dict[str, Any]:
     group = dist.new_group(timeout=datetime.timedelta(seconds=TIME_LIMIT)) if d.is_apart else None
     player, found, ended = None, None, None
-    with warnings.catch_warnings(), _default_dtype(d):
+    is_double = d.dtype == "double" or (not d.dtype and tolerance_of(d) is DOUBLE)
+    torch.set_default_dtype(torch.float64 if is_double else torch.float32)
+    with warnings.catch_warnings():
         # Calls in the wrong order can also warn.
         warnings.simplefilter("error" if d.steps else "ignore")
         for expected in EXPECTED_WARNINGS:
             warnings.filterwarnings("ignore", f".*{expected}")
         try:
             player = Player(d, group)
-            player.play()
+            with says_nothing_wrong() if d.steps else contextlib.nullcontext():
+                player.play()
             found = player.found
         except Exception as error:
             ended = f"{type(error).__name__}: {error}"
@@ -575,6 +566,7 @@ def _result_of(d: Description) -> dict[str, Any]:
                 for _, stack in reversed(player.side.contexts):
                     with contextlib.suppress(Exception):
                         stack.close()
+            torch.set_default_dtype(torch.float32)
     log = player.log if player is not None else []
     if d.is_apart:
         ended = ended or next((said for said in log if PARTED.search(said)), None)

@@ -13,7 +13,7 @@ import contextlib
 import gc
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -25,15 +25,25 @@ from torch import Tensor
 from minifsdp.cases import written_weights
 from spec_tests import subject
 from spec_tests.harness import device, simulated, worker
-from spec_tests.random_programs.description import Call, Description, calls_of, is_per_parameter
+from spec_tests.random_programs.description import Call, Description, calls_of
 from spec_tests.random_programs.front_ends import PRECISIONS
 from spec_tests.random_programs.judge import Verdict
 from spec_tests.random_programs.modules import Kept, Piece, batch_on_cpu, loss_of, optimizer_for
+from spec_tests.random_programs.player import local
 from spec_tests.random_programs.sides import MEANINGLESS, ByFunction, ByWrapper, Sharded, whole_of
 
 WORLD = simulated.WORLD
 OTHER_DEVICE = 1
 NUM_SCHEDULES = 8
+# By name in a description: a method of a unit, and its argument.
+SWITCHES: dict[str, tuple[str, Any]] = {
+    "keep_after_backward": ("set_reshard_after_backward", False),
+    "keep_after_forward": ("set_reshard_after_forward", False),
+    "free_after_forward": ("set_reshard_after_forward", True),
+    "unused": ("set_reduce_scatter_unused_params", True),
+    "divide": ("set_gradient_divide_factor", 3.0),
+    "no_gather": ("set_unshard_in_backward", False),
+}
 
 
 def judged(programs: list[Description], num_schedules: int = NUM_SCHEDULES) -> Iterator[Verdict]:
@@ -51,13 +61,13 @@ def finding_of(program: Description, num_schedules: int) -> str | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            run = (_ByFunction if is_per_parameter(program) else _ByWrapper)(program)
+            run = (_ByFunction if program.is_per_parameter else _ByWrapper)(program)
             WORLD.current_index = OTHER_DEVICE if program.elsewhere else 0
             # Fake ranks have no values to compare with those that a forward has written.
             with log, mock.patch.object(written_weights, "_check_equal"):
                 _make_calls(run)
         # The user reads the results at the end, after a stop.
-        verdict = log.judge([*run.parameters(), *run.seen], num_schedules)
+        verdict = log.judge([*map(local, run.model.parameters()), *run.seen], num_schedules)
         if verdict.different:
             finding = f"other bits in the schedules {verdict.different}"
     except Exception:
@@ -107,7 +117,7 @@ class _Racing(Sharded):
         self.stream.name = "stream of the user"
         # Lists of tensors do not change the versions of simulated tensors.
         self.optimizer = optimizer_for(replace(d, seed=1), self.model)
-        kind = torch.amp.GradScaler if is_per_parameter(d) else subject.ShardedGradScaler
+        kind = torch.amp.GradScaler if d.is_per_parameter else subject.ShardedGradScaler
         self.scaler: Any = kind(device().type, init_scale=2.0**8, enabled=d.scales)
         if d.stepping == "in_backward":
             for parameter in self.model.parameters():
@@ -119,10 +129,6 @@ class _Racing(Sharded):
             for call in calls_of(d)
             if "batch" in call
         }
-
-    def parameters(self) -> Iterable[Tensor]:
-        """The local shards of the optimizer's parameters."""
-        return (_local(parameter) for parameter in self.model.parameters())
 
     def see(self, *tensors: Tensor) -> None:
         """The user copies tensors immediately, on their own device."""
@@ -173,7 +179,7 @@ class _Racing(Sharded):
         self.scaler.scale(loss).backward()
 
     def read_gradients(self, call: Call) -> None:
-        self.see(*(_local(p.grad) for p in self.model.parameters() if p.grad is not None))
+        self.see(*(local(p.grad) for p in self.model.parameters() if p.grad is not None))
 
     def breaks_off_in_sync(self) -> bool:
         return self.d.micro_batches[0]
@@ -241,21 +247,12 @@ class _ByFunction(_Racing, ByFunction):
             self._set_switches()
 
     def _set_switches(self) -> None:
-        switches = self.d.switches
-        if "keep_after_backward" in switches:
-            self.model.set_reshard_after_backward(False)
-        if "keep_after_forward" in switches:
-            self.model.set_reshard_after_forward(False)
-        if "free_after_forward" in switches:
-            self.model.set_reshard_after_forward(True)
-        if "unused" in switches:
-            self.model.set_reduce_scatter_unused_params(True)
-        for unit in self.modules:
-            if "divide" in switches:
-                unit.set_gradient_divide_factor(3.0)
-            if "no_gather" in switches and isinstance(unit, Piece) and unit.node.kind == "embedding":
+        for name in self.d.switches:
+            method, value = SWITCHES[name]
+            for unit in self.modules:
                 # The backward of an embedding needs the indices of the rows, but not their values.
-                unit.set_unshard_in_backward(False)
+                if name != "no_gather" or (isinstance(unit, Piece) and unit.node.kind == "embedding"):
+                    getattr(unit, method)(value)
 
     def unshard_by_hand(self, call: Call) -> None:
         chosen = self.modules[self.d.seed % len(self.modules)]
@@ -277,8 +274,3 @@ class _ByFunction(_Racing, ByFunction):
     def save(self, call: Call) -> None:
         values = self.model.state_dict().values()
         self.see(*(whole_of(value) if call["form"] == "full" else value.to_local() for value in values))
-
-
-def _local(tensor: Any) -> Tensor:
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local.detach()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from spec_tests.oracles.gathering import clean_name
 from spec_tests.oracles.single import SingleProcess, copy_all
-from spec_tests.random_programs.description import Call, Description, is_per_parameter
+from spec_tests.random_programs.description import Call, Description
 from spec_tests.random_programs.front_ends import PRECISIONS
 from spec_tests.random_programs.modules import (
     Kept,
@@ -52,22 +52,6 @@ def to_be_loaded(saved: list[Any], call: Call) -> Any:
     return saved[call["index"] % len(saved)]
 
 
-def damaged(state: dict[str, Any], damage: str | None) -> Any:
-    """A state dict with an error in it; the same dict if ``damage`` is ``None``."""
-    state = dict(state)
-    victim = next((key for key in state if not key.endswith("seen")), "none")
-    changes: dict[str, Any] = {"shape": torch.zeros(1, 2, 3, dtype=torch.float64), "type": 3, "none": None}
-    if damage == "missing":
-        state.pop(victim, None)
-    elif damage == "extra":
-        state["no.such.parameter"] = torch.zeros(2)
-    elif damage == "list":
-        return list(state)
-    elif damage in changes:
-        state[victim] = changes[damage]
-    return state
-
-
 class Reference:
     """One plain model.
 
@@ -76,6 +60,7 @@ class Reference:
         rank: the rank whose results are returned.
 
     Attributes:
+        calling: the ranks that make the next call.
         model: the plain model.
         units: node and parameter names of each unit.
         kept: the kept gradients of each forward of this rank.
@@ -86,6 +71,7 @@ class Reference:
 
     def __init__(self, d: Description, rank: int) -> None:
         self.d, self.rank, self.ranks = d, rank, range(d.num_ranks)
+        self.calling: Iterable[int] = self.ranks
         self.model = plain_model(d)
         self.units = units_of(self.model)
         self.single = self._simulation()
@@ -114,22 +100,21 @@ class Reference:
 
     # --- training ---
 
-    def begin_step(self, call: Call, ranks: Iterable[int]) -> None:
+    def begin_step(self, call: Call) -> None:
         self.model.clock.step = call["step"]
 
-    def forward(self, call: Call, ranks: Iterable[int]) -> Tensor | None:
-        return self._each(call, ranks, keeps=True)
+    def forward(self, call: Call) -> Tensor | None:
+        return self._each(call, keeps=True)
 
-    def evaluate(self, call: Call, ranks: Iterable[int]) -> Tensor | None:
+    def evaluate(self, call: Call) -> Tensor | None:
         with torch.set_grad_enabled(call.get("is_recorded", False)):
-            return self._each(call, ranks, keeps=False)
+            return self._each(call, keeps=False)
 
-    def _each(self, call: Call, ranks: Iterable[int], *, keeps: bool) -> Tensor | None:
+    def _each(self, call: Call, *, keeps: bool) -> Tensor | None:
         mine = None
         # This rank is first, because an error ends the loop.
-        for rank in (
-            sorted(ranks, key=lambda rank: rank != self.rank) if keeps else [r for r in ranks if r == self.rank]
-        ):
+        ranks = sorted(self.calling, key=lambda rank: rank != self.rank)
+        for rank in ranks if keeps else {self.rank} & {*ranks}:
             kept = Kept() if keeps and self.d.tracks_input else None
             inputs = prepared(batch(self.d, call["batch"], rank), self._input_dtype(), kept)
             with self.single.as_rank(rank) as model, self.model.clock.of_call(call, rank, kept):
@@ -146,19 +131,19 @@ class Reference:
     def _input_dtype(self) -> torch.dtype | None:
         return self.single.compute_dtype or self.dtype
 
-    def generate(self, call: Call, ranks: Iterable[int]) -> Tensor | None:
-        if self.rank not in ranks:
+    def generate(self, call: Call) -> Tensor | None:
+        if self.rank not in self.calling:
             return None
         with self.single.as_rank(self.rank) as model:
             inputs = prepared(batch(self.d, call["batch"], self.rank), self._input_dtype(), None)
             return output_of(self.d.model, model.generate, inputs)
 
-    def strange_input(self, call: Call, ranks: Iterable[int]) -> Any:
+    def strange_input(self, call: Call) -> Any:
         return self.model(call["input"])
 
-    def backward(self, call: Call, ranks: Iterable[int]) -> None:
+    def backward(self, call: Call) -> None:
         reducing: list[set[str]] = [set() for _ in self.ranks]
-        computing = [rank for rank in ranks if self.pending[rank]]
+        computing = [rank for rank in self.calling if self.pending[rank]]
         for rank in computing:
             total = torch.stack(chosen(self.pending[rank], call["which"])).sum()
             if rank == self.rank:
@@ -171,7 +156,7 @@ class Reference:
                 before[name] = before[name] + gradient if name in before else gradient
             units = {self.single.unit_of[name] for name in self.single.waiting[rank]}
             self.single.waiting[rank] = before
-            if is_per_parameter(self.d):
+            if self.d.is_per_parameter:
                 # A reducing backward also reduces waiting gradients of units that it has not reached.
                 units = {self.single.unit_of[name] for name in before}
             reducing[rank] = {unit for unit in units if self.reduces[rank][unit]}
@@ -187,21 +172,21 @@ class Reference:
             for name, parameter in self.single.parameters.items():
                 if self.single.unit_of[name] in units and parameter.grad is not None:
                     parameter.grad = parameter.grad / 2
-        if not is_per_parameter(self.d):
+        if not self.d.is_per_parameter:
             self.single.fill_up()
 
-    def backward_again(self, call: Call, ranks: Iterable[int]) -> None:
+    def backward_again(self, call: Call) -> None:
         if self.used is not None:
             self.used.backward()
 
-    def step(self, call: Call, ranks: Iterable[int]) -> None:
+    def step(self, call: Call) -> None:
         if self.optimizer is not None:
             self.optimizer.step()
         self.changed()
 
-    def zero_grad(self, call: Call, ranks: Iterable[int]) -> None:
+    def zero_grad(self, call: Call) -> None:
         self.model.zero_grad(set_to_none=call["to_none"])
-        if not is_per_parameter(self.d) or call["of_model"]:
+        if not self.d.is_per_parameter or call["of_model"]:
             # The wrapper has unreduced gradients in `.grad`, where an optimizer finds them too.
             for of_rank in self.single.waiting:
                 for name in list(of_rank):
@@ -209,11 +194,11 @@ class Reference:
                 if call["to_none"]:
                     of_rank.clear()
 
-    def clip(self, call: Call, ranks: Iterable[int]) -> Tensor:
+    def clip(self, call: Call) -> Tensor:
         return nn.utils.clip_grad_norm_(self.model.parameters(), call["most"], float(call["norm"]))
 
     @torch.no_grad()
-    def edit(self, call: Call, ranks: Iterable[int]) -> None:
+    def edit(self, call: Call) -> None:
         if call.get("how") not in READS:
             for parameter in self.model.parameters():
                 parameter.mul_(0.5)
@@ -221,10 +206,10 @@ class Reference:
 
     apply = edit
 
-    def new_optimizer(self, call: Call, ranks: Iterable[int]) -> None:
+    def new_optimizer(self, call: Call) -> None:
         self.optimizer = optimizer_for(self.d, self.model)
 
-    def convert(self, call: Call, ranks: Iterable[int]) -> None:
+    def convert(self, call: Call) -> None:
         if self.waiting_units:
             return
         self.dtype = DTYPES[call["dtype"]]
@@ -232,10 +217,10 @@ class Reference:
         for buffers in self.single.buffers:
             buffers[:] = [buffer.to(self.dtype) for buffer in buffers]
         self.model.zero_grad()
-        self.new_optimizer(call, ranks)
+        self.new_optimizer(call)
         self.changed()
 
-    def mode(self, call: Call, ranks: Iterable[int]) -> None:
+    def mode(self, call: Call) -> None:
         self.model.train(call["train"])
         if self.d.full_in_eval:
             self.changed()
@@ -250,32 +235,28 @@ class Reference:
 
     # --- saving ---
 
-    def save(self, call: Call, ranks: Iterable[int]) -> None:
+    def save(self, call: Call) -> None:
         copy_all(self.single.buffers[self.rank], self.model.buffers())
         self.saved.append({key: value.clone() for key, value in self.model.state_dict().items()})
 
-    def load(self, call: Call, ranks: Iterable[int]) -> None:
+    def load(self, call: Call) -> None:
         if self.saved:
-            state = damaged(to_be_loaded(self.saved, call), call.get("damage"))
-            try:
-                self.model.load_state_dict(state, strict=call.get("strict", True))
-            finally:
-                # PyTorch copies matching entries before it raises.
-                copy_all(self.model.buffers(), self.single.buffers[self.rank])
+            self.model.load_state_dict(to_be_loaded(self.saved, call), strict=call["strict"])
+            copy_all(self.model.buffers(), self.single.buffers[self.rank])
             self.changed()
 
-    def save_optimizer(self, call: Call, ranks: Iterable[int]) -> None:
+    def save_optimizer(self, call: Call) -> None:
         if self.optimizer is not None and self.optimizer.state:
             self.saved_optimizer.append(copy.deepcopy(self.optimizer.state_dict()))
 
-    def load_optimizer(self, call: Call, ranks: Iterable[int]) -> None:
+    def load_optimizer(self, call: Call) -> None:
         if self.saved_optimizer and self.optimizer is not None:
             self.optimizer.load_state_dict(copy.deepcopy(to_be_loaded(self.saved_optimizer, call)))
 
     # --- switches ---
 
-    def sync(self, call: Call, ranks: Iterable[int]) -> None:
-        for rank in ranks:
+    def sync(self, call: Call) -> None:
+        for rank in self.calling:
             for unit in self._below(call):
                 self.reduces[rank][unit] = call["value"]
 
@@ -289,20 +270,20 @@ class Reference:
             if unit == own or (call.get("recurse", True) and (not own or unit.startswith(own + ".")))
         ]
 
-    def enter(self, call: Call, ranks: Iterable[int]) -> None:
-        for rank in ranks:
+    def enter(self, call: Call) -> None:
+        for rank in self.calling:
             before = self.reduces[rank] if call["what"] == "no_sync" else None
             self._contexts[rank].append(before)
             if before is not None:
                 self.reduces[rank] = dict.fromkeys(self.units, False)
 
-    def leave(self, call: Call, ranks: Iterable[int]) -> None:
-        for rank in ranks:
+    def leave(self, call: Call) -> None:
+        for rank in self.calling:
             before = self._contexts[rank].pop() if self._contexts[rank] else None
             if before is not None:
                 self.reduces[rank] = before
 
-    def nothing(self, call: Call, ranks: Iterable[int]) -> None:
+    def nothing(self, call: Call) -> None:
         """Most switches change when memory is used, and never the results."""
 
     unshard = wait = reshard = keep = keep_after_backward = prefetch = wrong = copy = nothing

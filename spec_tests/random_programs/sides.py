@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_map_only
 
 from minifsdp.engine.messages import message
 from spec_tests import subject
-from spec_tests.random_programs.description import Call, Description, Node, is_per_parameter
+from spec_tests.random_programs import wrong
+from spec_tests.random_programs.description import Call, Description, Node
 from spec_tests.random_programs.front_ends import PRECISIONS, RESHARDS, Group, parameters_here, sharded
 from spec_tests.random_programs.modules import (
     Bang,
@@ -35,8 +36,7 @@ from spec_tests.random_programs.modules import (
     root_of,
     units_of,
 )
-from spec_tests.random_programs.reference import DTYPES, READS, chosen, damaged, to_be_loaded
-from spec_tests.random_programs.wrong import WRONG_COMPOSED, WRONG_WRAPPED
+from spec_tests.random_programs.reference import DTYPES, READS, chosen, to_be_loaded
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 
 # PyTorch's error for a reentrant checkpoint around modules without gradients. The program ends there.
@@ -45,7 +45,7 @@ MEANINGLESS = "this checkpoint() is not necessary"
 
 def side_of(d: Description, group: Group = None) -> Sharded:
     """The sharded model. Every rank must call it."""
-    return (ByFunction if is_per_parameter(d) else ByWrapper)(d, group)
+    return (ByFunction if d.is_per_parameter else ByWrapper)(d, group)
 
 
 class Sharded:
@@ -93,7 +93,7 @@ class Sharded:
     def sharers(self, node: Node) -> list[int]:
         """The ranks that together store a copy of a unit; this rank is one of them."""
         strategy = node.strategy or self.d.strategy
-        if strategy == "NO_SHARD" and not is_per_parameter(self.d):
+        if strategy == "NO_SHARD" and not self.d.is_per_parameter:
             return [self.rank]
         num = self.d.num_ranks // self.d.num_replicas
         first = self.rank // num * num
@@ -241,7 +241,7 @@ class Sharded:
     def breaks_off_in_sync(self) -> bool:
         """Whether the interrupted micro-batch synchronizes."""
         # Per-parameter gradients that wait for reduction are hidden from `zero_grad()`; the same is true in torch.
-        return self.d.micro_batches[0] or is_per_parameter(self.d)
+        return self.d.micro_batches[0] or self.d.is_per_parameter
 
     def step(self, call: Call) -> None:
         if self.optimizer is not None:
@@ -295,6 +295,9 @@ class Sharded:
 
     def copy(self, call: Call) -> None:
         copy.deepcopy(self.model)
+
+    def wrong(self, call: Call) -> None:
+        wrong.make(call["line"], self)
 
 
 class ByWrapper(Sharded):
@@ -445,7 +448,7 @@ class ByWrapper(Sharded):
             return
         form, state = to_be_loaded(self.saved, call)
         with self._chosen(call.get("form") or form):
-            self.model.load_state_dict(damaged(state, call.get("damage")), strict=call.get("strict", True))
+            self.model.load_state_dict(state, strict=call["strict"])
         self.changed()
 
     def save_optimizer(self, call: Call) -> None:
@@ -458,9 +461,6 @@ class ByWrapper(Sharded):
             with self._chosen(form):
                 loadable = FSDP.optim_state_dict_to_load(self.model, self.optimizer, state)
             self.optimizer.load_state_dict(loadable)
-
-    def wrong(self, call: Call) -> None:
-        WRONG_WRAPPED[call["name"]](self)
 
 
 class ByFunction(Sharded):
@@ -600,9 +600,9 @@ class ByFunction(Sharded):
         self._load(form, state)
         self._load_optimizer(form, optimizer_state)
 
-    def _load(self, form: str, state: Any, *, strict: bool = True, assign: bool = False) -> None:
+    def _load(self, form: str, state: Any, *, strict: bool = True) -> None:
         if form == "own":
-            self.model.load_state_dict(state, strict=strict, assign=assign)
+            self.model.load_state_dict(state, strict=strict)
             return
         options = self._options(form, broadcast_from_rank0=form == "rank0", strict=strict)
         dcp.set_model_state_dict(self.model, state, options=options)
@@ -621,9 +621,7 @@ class ByFunction(Sharded):
     def load(self, call: Call) -> None:
         if self.saved:
             form, state = to_be_loaded(self.saved, call)
-            state = damaged(state, call.get("damage"))
-            chosen = {"strict": call.get("strict", True), "assign": call.get("assign", False)}
-            self._load(call.get("form") or form, state, **chosen)
+            self._load(call.get("form") or form, state, strict=call["strict"])
             self.changed()
 
     def save_optimizer(self, call: Call) -> None:
@@ -638,9 +636,6 @@ class ByFunction(Sharded):
     def load_optimizer(self, call: Call) -> None:
         if self.saved_optimizer:
             self._load_optimizer(*to_be_loaded(self.saved_optimizer, call))
-
-    def wrong(self, call: Call) -> None:
-        WRONG_COMPOSED[call["name"]](self)
 
 
 def whole_of(parameter: Any) -> Tensor:

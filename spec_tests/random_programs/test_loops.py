@@ -19,7 +19,7 @@ NUM_PROGRAMS = {1: 4, 2: 20, 3: 3, 4: 5}
 
 @pytest.mark.ranks
 @pytest.mark.not_simulated("scenarios are drawn for that device, see test_races.py")
-@pytest.mark.spec("PAR-01", "PAR-05", "PAR-06", "PAR-07")
+@pytest.mark.spec("PAR-01", "PAR-05", "PAR-06", "PAR-07", "HEALTHY-01")
 @pytest.mark.api_spec(
     wrapper=["SHARD-03", "SHARD-15", "NOSYNC-02", "NOSYNC-03", "OFF-04"],
     fully_shard=["FS2-06", "FS2-13", "FS2-22", "FS2-PREF-08", "FS2-SYNC-01"],
