@@ -11,7 +11,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,10 +20,7 @@ import torch.distributed as dist
 
 from spec_tests.harness import ranks
 
-both_apis = pytest.mark.parametrize("api", ["wrapper", "fully_shard"])
-only_wrapper = pytest.mark.parametrize("api", ["wrapper"])
-only_fully_shard = pytest.mark.parametrize("api", ["fully_shard"])
-
+APIS = ("wrapper", "fully_shard")
 ACCUSES = re.compile(
     r"cannot come|(has|have) ended|(has|have) failed|ranks part at|diverge|differ|not sent each other|"
     r"about to (send|gather)|told to end|SIGTERM has come|is stopped|Traceback|\w+Error\b|minifsdp\.\w+ FILE"
@@ -58,8 +55,8 @@ def says_nothing_wrong() -> Iterator[None]:
     assert not accusations(text)
 
 
-def healthy(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Runs the test's body on ranks, and checks that they report no error."""
+def healthy(num_ranks: int, apis: Iterable[str] | None = APIS) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Runs the test's body on ranks, once for each API, and checks that the ranks report no error."""
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
@@ -69,6 +66,7 @@ def healthy(num_ranks: int) -> Callable[[Callable[..., None]], Callable[..., Non
                 # Ranks wait for each other at the end of a test, like a program that ends normally.
                 dist.barrier()
 
-        return ranks(num_ranks)(run)
+        on_ranks = ranks(num_ranks)(run)
+        return pytest.mark.parametrize("api", apis)(on_ranks) if apis else on_ranks
 
     return decorate

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import copy
 import re
-import time
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,22 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from spec_tests.models import apis
+from spec_tests.models.sharding import FULL_SHARD, SHARD_GRAD_OP
+from spec_tests.models.values import full_values, named
 from spec_tests.subject import FullyShardedDataParallel as FSDP
-from spec_tests.subject import ShardingStrategy, StateDictType, fully_shard
+from spec_tests.subject import fully_shard
 
-wrap: Callable[..., Any] = partial(FSDP, device_id=torch.device("cpu"))
 WRAPPER_PARTS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)\.")
 WIDTH = 8
-
-
-def rank() -> int:
-    return dist.get_rank()
-
-
-def late(seconds: float, on: int = 1) -> None:
-    """One rank does something else for some seconds."""
-    if rank() == on:
-        time.sleep(seconds)
 
 
 class Net(nn.Module):
@@ -61,48 +51,27 @@ def shard(api: str, model: Any, *, keep: bool = False, group: Any = None, **opti
         group: the process group; the default group if it is missing.
         options: other options of the API.
     """
-    names = list(dict(getattr(model, "layers", nn.ModuleList()).named_children()))
     if api == "wrapper":
-        options = {
-            "sharding_strategy": ShardingStrategy.SHARD_GRAD_OP if keep else ShardingStrategy.FULL_SHARD,
-            **options,
-        }
-        for name in names:
-            model.layers[int(name)] = wrap(model.layers[int(name)], process_group=group, **options)
-        return wrap(model, process_group=group, **options)
+        options.setdefault("sharding_strategy", SHARD_GRAD_OP if keep else FULL_SHARD)
+    else:
+        options["reshard_after_forward"] = not keep
+    for index, layer in enumerate(getattr(model, "layers", ())):
+        model.layers[index] = unit(api, layer, group, **options)
+    return unit(api, model, group, **options)
+
+
+def unit(api: str, module: nn.Module, group: Any = None, **options: Any) -> Any:
+    """Shards a module that becomes one unit."""
+    if api == "wrapper":
+        return FSDP(module, device_id=torch.device("cpu"), process_group=group, **options)
     if group is not None:
-        options["mesh"] = mesh_of(group)
-    for name in names:
-        fully_shard(model.layers[int(name)], reshard_after_forward=not keep, **options)
-    return fully_shard(model, reshard_after_forward=not keep, **options)
-
-
-def mesh_of(group: Any) -> DeviceMesh:
-    return DeviceMesh.from_group(group, "cpu")
+        options["mesh"] = DeviceMesh.from_group(group, "cpu")
+    return fully_shard(module, **options)
 
 
 def batch(of_rank: int, step: int, rows: int = 4) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * step + of_rank)
     return torch.randn(rows, WIDTH, generator=generator)
-
-
-def full_parameters(model: Any) -> dict[str, Tensor]:
-    """The unsharded parameters of a model, by their names in the plain model. All ranks must call this."""
-    if any(isinstance(module, FSDP) for module in model.modules()):
-        with FSDP.summon_full_params(model, writeback=False):
-            found = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    else:
-        found = {
-            name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
-            for name, p in model.named_parameters()
-        }
-    return {WRAPPER_PARTS.sub("", name): value for name, value in found.items()}
-
-
-def assert_same(model: Any, plain: nn.Module) -> None:
-    """Checks that a sharded model has the parameters of a plain one."""
-    expected = {WRAPPER_PARTS.sub("", name): value.detach() for name, value in plain.named_parameters()}
-    torch.testing.assert_close(full_parameters(model), expected, rtol=1e-4, atol=1e-5)
 
 
 class Training:
@@ -112,7 +81,6 @@ class Training:
         api: ``"wrapper"`` or ``"fully_shard"``.
         net: the plain model; a `Net` if it is missing.
         ranks: the ranks that train it; all if they are missing.
-        change: called with the model before it is sharded.
         options: see `shard`.
     """
 
@@ -122,21 +90,19 @@ class Training:
         net: Any = None,
         *,
         ranks: Iterable[int] | None = None,
-        change: Callable[[Any], object] = lambda model: None,
         **options: Any,
     ) -> None:
         torch.manual_seed(0)
         net = Net() if net is None else net
         self.api, self.plain = api, copy.deepcopy(net)
         self.ranks = list(range(dist.get_world_size())) if ranks is None else list(ranks)
-        change(net)
         self.model = shard(api, net, **options)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.plain_optimizer = torch.optim.SGD(self.plain.parameters(), lr=0.1)
 
     def loss(self, step: int, rows: int = 4, **options: Any) -> Tensor:
         """The loss of the sharded model for the batch of this rank."""
-        loss: Tensor = self.model(batch(rank(), step, rows), **options).square().mean()
+        loss: Tensor = self.model(batch(dist.get_rank(), step, rows), **options).square().mean()
         return loss
 
     def plain_loss(self, of_rank: int, step: int, rows: int = 4, **options: Any) -> Tensor:
@@ -156,7 +122,7 @@ class Training:
 
     def step(self, step: int, rows: Callable[[int], int] = lambda _: 4, **options: Any) -> None:
         """One training step of both."""
-        self.loss(step, rows(rank()), **options).backward()
+        self.loss(step, rows(dist.get_rank()), **options).backward()
         self.plain_backward(step, rows, **options)
         self.update()
 
@@ -170,20 +136,19 @@ class Training:
         return nullcontext()
 
     def check(self) -> None:
-        """Checks that the parameters of both are equal."""
-        assert_same(self.model, self.plain)
+        """Checks that the parameters of both are equal. All ranks that train the model must call this."""
+        found, expected = (
+            {WRAPPER_PARTS.sub("", name): value for name, value in values.items()}
+            for values in (full_values(self.model), named(self.plain))
+        )
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
-
-def num_sent(group: Any) -> int:
-    """The number of collectives that torch has counted in a process group."""
-    number: int = group._get_sequence_number_for_group()
-    return number
+    def num_sent(self, group: Any = None) -> int:
+        """The number of collectives that torch has counted in a process group."""
+        number: int = (group or dist.group.WORLD)._get_sequence_number_for_group()
+        return number
 
 
 def state_dict_of(model: Any) -> dict[str, Any]:
     """A full state dict, on all ranks that call it."""
-    if isinstance(model, FSDP):
-        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
-            state: dict[str, Any] = model.state_dict()
-            return state
-    return {name: value.full_tensor() for name, value in model.state_dict().items()}
+    return (apis.WRAPPED if isinstance(model, FSDP) else apis.FULLY_SHARD).state_dict(model)

@@ -5,8 +5,10 @@ torch's FSDP trains all of these programs (``--engine torch``).
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,31 +20,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import checkpoint
 
 from spec_tests.harness import device, ranks
-from spec_tests.healthy.quiet import both_apis as both_names
 from spec_tests.healthy.quiet import healthy
-from spec_tests.healthy.support import Net, Training, late, rank
-from spec_tests.models.apis import Api, both_apis
+from spec_tests.healthy.support import Net, Training
+from spec_tests.models import apis
 from spec_tests.models.sharding import SHARD_GRAD_OP
 
 # --- modules around layers or units on one rank ---
 
 
 class Checkpointing(Net):
-    """Recomputes its layers in backward on the rank that has a long batch."""
+    """Recomputes its layers in backward if the batch is long, and is then late."""
 
     seconds = 0.0
 
     def forward(self, x: Tensor, num_layers: int | None = None) -> Tensor:
         for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=False) if len(x) > 100 else layer(x)
+            if len(x) > 100:
+                time.sleep(self.seconds)
+                x = checkpoint(layer, x, use_reentrant=False)
+            else:
+                x = layer(x)
             x = x.tanh()
-            late(self.seconds, on=0)
         return self.head(x)
 
 
 @pytest.mark.cpu
 @pytest.mark.spec("HEALTHY-04")
-@both_names
 @healthy(2)
 def test_only_one_rank_may_recompute_and_be_late(api: str) -> None:
     training = Training(api, Checkpointing(2))
@@ -54,32 +57,22 @@ def test_only_one_rank_may_recompute_and_be_late(api: str) -> None:
     training.check()
 
 
-class Compiled(nn.Module):
-    """Holds a module under the name that `torch.compile` uses."""
+class Around(nn.Module):
+    """Holds a module under another name, as `torch.compile` and `DistributedDataParallel` do."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, name: str, module: nn.Module) -> None:
         super().__init__()
-        self._orig_mod = module
+        self.name = name
+        self.add_module(name, module)
 
-    def forward(self, *arguments: Any) -> Any:
-        return self._orig_mod(*arguments)
-
-
-class Replicated(nn.Module):
-    """Holds a module under the name that `DistributedDataParallel` uses."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *arguments: Any) -> Any:
-        return self.module(*arguments)
+    def forward(self, x: Tensor) -> Any:
+        return getattr(self, self.name)(x)
 
 
 AROUND: dict[str, Callable[[nn.Module], nn.Module]] = {
     "checkpoint_wrapper": checkpoint_wrapper,
-    "_orig_mod": Compiled,
-    "module": Replicated,
+    "_orig_mod": partial(Around, "_orig_mod"),
+    "module": partial(Around, "module"),
 }
 
 
@@ -87,20 +80,39 @@ AROUND: dict[str, Callable[[nn.Module], nn.Module]] = {
 @pytest.mark.spec("HEALTHY-04")
 @pytest.mark.parametrize("outer", AROUND)
 @pytest.mark.parametrize("when", ["before sharding", "after sharding"])
-@both_names
 @healthy(2)
 def test_only_one_rank_may_put_its_layers_into_other_modules(api: str, when: str, outer: str) -> None:
-    def change(net: Any) -> None:
-        if rank() == 1:
-            for index, layer in enumerate(net.layers):
-                net.layers[index] = AROUND[outer](layer)
+    def put_into_others(net: Any) -> None:
+        for index, layer in enumerate(net.layers if dist.get_rank() == 1 else ()):
+            net.layers[index] = AROUND[outer](layer)
 
-    training = Training(api, change=change if when == "before sharding" else lambda net: None)
+    net = Net()
+    if when == "before sharding":
+        put_into_others(net)
+    training = Training(api, net)
     if when == "after sharding":
-        change(next(module for module in training.model.modules() if isinstance(module, Net)))
+        put_into_others(net)
     for step in range(3):
         training.step(step)
     training.check()
+
+
+# --- other names, orders and roots ---
+
+WIDTH = 4
+
+
+class Layer(nn.Module):
+    """A linear layer whose parameters have any names."""
+
+    def __init__(self, weight: str = "weight", bias: str = "bias") -> None:
+        super().__init__()
+        self.names = (weight, bias)
+        self.register_parameter(weight, nn.Parameter(torch.full((WIDTH, WIDTH), 0.1)))
+        self.register_parameter(bias, nn.Parameter(torch.zeros(WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, *(getattr(self, name) for name in self.names)).tanh()
 
 
 class Half(nn.Module):
@@ -112,90 +124,6 @@ class Half(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * self.factor
-
-
-@pytest.mark.spec("HEALTHY-04")
-@both_apis
-@ranks(2)
-def test_one_rank_may_have_more_ignored_modules_so_that_indices_differ(api: Api) -> None:
-    ignored = [Half() for _ in range(1 + dist.get_rank())]
-    model: Any = nn.Sequential(layer(), *ignored, layer(), nn.Sequential(*ignored, layer())).to(device())
-    options: dict[str, Any] = {"ignored_modules": ignored}
-    if api.name == "fully_shard":
-        options = {"ignored_params": {half.factor for half in ignored}}
-    for index in (0, len(model) - 2, len(model) - 1):
-        model[index] = api.unit(model[index], **options)
-    losses = losses_of(api.unit(model, **options))
-    assert losses[2] < losses[0]
-
-
-# --- other names, orders and roots ---
-
-WIDTH = 4
-
-
-class Bias(nn.Module):
-    """A linear layer whose parameters have other names."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.matrix = nn.Parameter(torch.full((WIDTH, WIDTH), 0.1))
-        self.offset = nn.Parameter(torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, self.matrix, self.offset)
-
-
-def layer() -> Any:
-    made = nn.Linear(WIDTH, WIDTH)
-    nn.init.constant_(made.weight, 0.1)
-    nn.init.zeros_(made.bias)
-    return made
-
-
-class Model(nn.Module):
-    """Runs its parts in the order of ``names``, whatever the order in which they were added."""
-
-    def __init__(self, names: list[str], **parts: nn.Module) -> None:
-        super().__init__()
-        self.names = names
-        for name, part in parts.items():
-            self.add_module(name, part)
-
-    def forward(self, x: Tensor, names: list[str] | None = None) -> Tensor:
-        for name in names or self.names:
-            x = getattr(self, name)(x).tanh()
-        return x
-
-
-class Loose:
-    """Runs units that have no common module, so that each unit is a root."""
-
-    def __init__(self, *units: Any) -> None:
-        self.units = units
-
-    def __call__(self, x: Tensor) -> Tensor:
-        for unit in self.units:
-            x = unit(x).tanh()
-        return x
-
-    def parameters(self) -> list[nn.Parameter]:
-        return [parameter for unit in self.units for parameter in unit.parameters()]
-
-
-def two(api: Api, *names: str, added: str = "", make: Callable[[], Any] = layer, **options: Any) -> Any:
-    """A model with a unit for each name. The names in ``added`` give another order of construction."""
-    units = {name: api.unit(make(), **options) for name in names}
-    return Model(list(names), **{name: units[name] for name in added or names})
-
-
-def another_model_before(api: Api) -> Any:
-    api.unit(two(api, "a", "b"))
-    return two(api, "a", "b")
-
-
-def two_roots(api: Api) -> Any:
-    return Loose(*(api.unit(layer(), strategy=SHARD_GRAD_OP) for _ in range(2)))
 
 
 def losses_of(model: Any) -> list[float]:
@@ -214,24 +142,62 @@ def losses_of(model: Any) -> list[float]:
     return losses
 
 
-CASES: dict[str, tuple[Callable[[Api], Any], Callable[[Api], Any]]] = {
-    "other names": (lambda api: two(api, "a", "b"), lambda api: two(api, "x", "y")),
-    "other names of parameters": (lambda api: two(api, "a", "b"), lambda api: two(api, "a", "b", make=Bias)),
-    "one more level": (lambda api: two(api, "a", "b"), lambda api: nn.Sequential(two(api, "a", "b"))),
-    "another order of construction": (lambda api: two(api, "a", "b"), lambda api: two(api, "a", "b", added="ba")),
-    "another model before": (lambda api: two(api, "a", "b"), another_model_before),
-    "two roots instead of one": (lambda api: two(api, "a", "b", strategy=SHARD_GRAD_OP), two_roots),
+@pytest.mark.spec("HEALTHY-04")
+@apis.both_apis
+@ranks(2)
+def test_one_rank_may_have_more_ignored_modules_so_that_indices_differ(api: apis.Api) -> None:
+    ignored = [Half() for _ in range(1 + dist.get_rank())]
+    model: Any = nn.Sequential(Layer(), *ignored, Layer(), nn.Sequential(*ignored, Layer())).to(device())
+    options: dict[str, Any] = {"ignored_modules": ignored}
+    if api.name == "fully_shard":
+        options = {"ignored_params": {half.factor for half in ignored}}
+    for index in (0, len(model) - 2, len(model) - 1):
+        model[index] = api.unit(model[index], **options)
+    losses = losses_of(api.unit(model, **options))
+    assert losses[2] < losses[0]
+
+
+Unit = Callable[[nn.Module], Any]
+
+
+class Model(nn.Module):
+    """Two units, which run in the order of their names, whatever the order in which they were added."""
+
+    def __init__(self, unit: Unit, names: str = "ab", make: Callable[[], nn.Module] = Layer) -> None:
+        super().__init__()
+        for name in names:
+            self.add_module(name, unit(make()))
+
+    def forward(self, x: Tensor, names: str = "") -> Tensor:
+        for name in names or sorted(self._modules):
+            x = getattr(self, name)(x)
+        return x
+
+
+def another_model_before(unit: Unit) -> Any:
+    unit(Model(unit))
+    return unit(Model(unit))
+
+
+# By name: the model of rank 1. Rank 0 has `unit(Model(unit))`.
+OF_RANK_1: dict[str, Callable[[Unit], Any]] = {
+    "other names": lambda unit: unit(Model(unit, "xy")),
+    "other names of parameters": lambda unit: unit(Model(unit, make=lambda: Layer("matrix", "offset"))),
+    "one more level": lambda unit: unit(nn.Sequential(Model(unit))),
+    "another order of construction": lambda unit: unit(Model(unit, "ba")),
+    "another model before": another_model_before,
+    "two roots instead of one": lambda unit: nn.Sequential(unit(Layer()), unit(Layer())),
 }
 
 
 @pytest.mark.spec("HEALTHY-04", "AGREE-01")
-@pytest.mark.parametrize("name", CASES)
-@both_apis
+@pytest.mark.parametrize("name", OF_RANK_1)
+@apis.both_apis
 @ranks(2)
-def test_a_job_whose_names_differ_is_not_ended(api: Api, name: str) -> None:
-    model = CASES[name][dist.get_rank()](api)
-    if isinstance(model, nn.Module):
-        model = api.unit(model)
+def test_a_job_whose_names_differ_is_not_ended(api: apis.Api, name: str) -> None:
+    # After forward, two roots stay unsharded, but units of one root do not.
+    unit = partial(api.unit, strategy=SHARD_GRAD_OP) if name == "two roots instead of one" else api.unit
+    model = OF_RANK_1[name](unit) if dist.get_rank() == 1 else unit(Model(unit))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         losses = losses_of(model)
@@ -240,23 +206,22 @@ def test_a_job_whose_names_differ_is_not_ended(api: Api, name: str) -> None:
 
 
 @pytest.mark.spec("HEALTHY-04", "AGREE-01")
-@both_apis
+@apis.both_apis
 @ranks(2)
-def test_a_part_of_a_model_on_one_rank_is_the_whole_model_on_another(api: Api) -> None:
+def test_a_part_of_a_model_on_one_rank_is_the_whole_model_on_another(api: apis.Api) -> None:
     alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
-    a = api.unit(layer(), strategy=SHARD_GRAD_OP)
+    a = api.unit(Layer(), strategy=SHARD_GRAD_OP)
     if dist.get_rank() == 0:
-        own = (
-            {"process_group": alone}
-            if api.name != "fully_shard"
-            else {"mesh": DeviceMesh.from_group(alone, device().type)}
-        )
-        model = Model(["a", "b"], a=a, b=api.unit(layer(), strategy=SHARD_GRAD_OP, **own))
+        own: dict[str, Any] = {"process_group": alone}
+        if api.name == "fully_shard":
+            own = {"mesh": DeviceMesh.from_group(alone, device().type)}
+        model = Model(api.unit, "")
+        model.a, model.b = a, api.unit(Layer(), strategy=SHARD_GRAD_OP, **own)
     for which in "abaab":
         x = torch.ones(2, WIDTH, device=device())
         if dist.get_rank() == 0:
-            model(x, [which]).sum().backward()
+            model(x, which).sum().backward()
         elif which == "a":
-            a(x).tanh().sum().backward()
+            a(x).sum().backward()
     gradient = next(a.parameters()).grad
     assert gradient is not None and gradient.abs().sum() > 0
