@@ -5,7 +5,7 @@ A gradient does not show whether it is right. But four trainers are widely trust
 and the same `Recipe`, and returns a `Record`. Two records can be compared::
 
     recipe = Recipe(steps=3, optimizer=adamw, accumulate=2, no_sync=True)
-    ours = train_fsdp1(minifsdp.FullyShardedDataParallel, info, recipe, sharding_strategy="FULL_SHARD")
+    ours = train_sharded(apis.WRAPPED, info, recipe, strategy=FULL_SHARD)
     assert_same_training(ours, train_single(info, 2, recipe, flat_units=True), tolerance_for(2))
 
 A record contains the losses of all ranks, and the full parameters and full gradients of the last step, by their names
@@ -19,56 +19,11 @@ and `tolerance_for` selects one.
 Reading order: ``recipe`` -> ``training`` -> ``gathering`` -> ``compare`` -> ``counting``.
 """
 
-from spec_tests.oracles.compare import (
-    BIT_EQUAL,
-    FLOAT,
-    LOW_PRECISION,
-    SAME_MATH,
-    Tolerance,
-    assert_same_training,
-    tolerance_for,
-)
-from spec_tests.oracles.counting import Counts, count_collectives
-from spec_tests.oracles.gathering import Chunks, clean_name, flat_chunks, gather_chunks, split_by_name, units_of
-from spec_tests.oracles.recipe import Recipe, Record, adamw, forward_backward, sgd
-from spec_tests.oracles.training import (
-    shard_fsdp1,
-    shard_fsdp2,
-    train_ddp,
-    train_fsdp1,
-    train_fsdp2,
-    train_single,
-    train_torch_fsdp1,
-    train_torch_fsdp2,
-)
+# Tests find these names as attributes of this package.
+# ruff: noqa: F403
 
-__all__ = [
-    "BIT_EQUAL",
-    "FLOAT",
-    "LOW_PRECISION",
-    "SAME_MATH",
-    "Chunks",
-    "Counts",
-    "Recipe",
-    "Record",
-    "Tolerance",
-    "adamw",
-    "assert_same_training",
-    "clean_name",
-    "count_collectives",
-    "flat_chunks",
-    "forward_backward",
-    "gather_chunks",
-    "sgd",
-    "shard_fsdp1",
-    "shard_fsdp2",
-    "split_by_name",
-    "tolerance_for",
-    "train_ddp",
-    "train_fsdp1",
-    "train_fsdp2",
-    "train_single",
-    "train_torch_fsdp1",
-    "train_torch_fsdp2",
-    "units_of",
-]
+from spec_tests.oracles.compare import *
+from spec_tests.oracles.counting import *
+from spec_tests.oracles.gathering import *
+from spec_tests.oracles.recipe import *
+from spec_tests.oracles.training import *

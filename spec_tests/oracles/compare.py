@@ -15,17 +15,6 @@ from torch import Tensor
 from spec_tests.harness import device
 from spec_tests.oracles.recipe import Record
 
-__all__ = [
-    "BIT_EQUAL",
-    "DOUBLE",
-    "FLOAT",
-    "LOW_PRECISION",
-    "SAME_MATH",
-    "Tolerance",
-    "assert_same_training",
-    "tolerance_for",
-]
-
 
 @dataclass(frozen=True)
 class Tolerance:

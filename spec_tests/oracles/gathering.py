@@ -29,18 +29,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-__all__ = [
-    "Chunks",
-    "as_numbers",
-    "clean_name",
-    "from_numbers",
-    "flat_chunks",
-    "gather_chunks",
-    "split_by_name",
-    "units_of",
-    "wrap_units",
-]
-
 Chunks = dict[str, tuple[Tensor, Tensor | None]]
 Shapes = dict[str, torch.Size]
 

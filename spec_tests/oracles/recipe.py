@@ -24,8 +24,6 @@ from torch.utils._pytree import tree_map_only
 from spec_tests.harness import device
 from spec_tests.models import ModelInfo
 
-__all__ = ["USUAL", "Recipe", "Record", "adamw", "forward_backward", "sgd"]
-
 
 def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """SGD with momentum, so a wrong gradient affects every later step. `foreach=True` is PyTorch's default on a GPU."""

@@ -22,8 +22,6 @@ from torch import Tensor, nn
 
 from spec_tests.oracles.gathering import clean_name
 
-__all__ = ["SingleProcess"]
-
 
 class SingleProcess:
     """A plain model that simulates all ranks. Each rank has its own buffers.

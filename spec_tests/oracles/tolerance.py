@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["tolerance"]
-
 
 def tolerance(dtype: torch.dtype, num_terms: int = 1) -> float:
     """The largest relative difference between two results of ``num_terms`` rounded operations in ``dtype``.

@@ -4,43 +4,28 @@ All of them run `forward_backward` on the same batches in the same order. They d
 how this is deferred during accumulation, and in how the full parameters are collected afterwards. Every rank must call
 the distributed trainers. All ranks get the same record, except for ``buffers``.
 
-`train_fsdp1` and `train_fsdp2` take the library as an argument: the same code trains with torch's and with ours.
+`train_sharded` takes the API as an argument: the same code trains with torch's and with ours.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.harness import device
 from spec_tests.models import ModelInfo
-from spec_tests.oracles.gathering import clean_name, flat_chunks, gather_chunks, split_by_name, units_of, wrap_units
+from spec_tests.oracles.gathering import clean_name, units_of, wrap_units
 from spec_tests.oracles.recipe import USUAL, Recipe, Record, forward_backward
 from spec_tests.oracles.single import SingleProcess, copy_all
-
-__all__ = [
-    "shard_fsdp1",
-    "shard_fsdp2",
-    "train_ddp",
-    "train_fsdp1",
-    "train_fsdp2",
-    "train_single",
-    "train_torch_fsdp1",
-    "train_torch_fsdp2",
-]
 
 Named = dict[str, Tensor]
 
@@ -93,7 +78,7 @@ def _train(
     info: ModelInfo,
     recipe: Recipe,
     no_sync: Callable[[], AbstractContextManager[Any]],
-    full: Callable[[nn.Module], tuple[Named, Named]],
+    full: Callable[[Any], tuple[Named, Named]],
 ) -> Record:
     """The loop that the distributed trainers share. ``full`` returns the full parameters and gradients."""
     optimizer = recipe.optimizer(model.parameters())
@@ -116,6 +101,7 @@ def _train(
 
 
 def _record(model: nn.Module, losses: Tensor, parameters: Named, gradients: Named) -> Record:
+    parameters, gradients = ({n: t.cpu() for n, t in each.items()} for each in (parameters, gradients))
     return Record(losses.cpu(), parameters, gradients, _buffers(model))
 
 
@@ -124,12 +110,9 @@ def _buffers(model: nn.Module) -> Named:
 
 
 def _plain(model: nn.Module) -> tuple[Named, Named]:
-    values, gradients = {}, {}
-    for name, parameter in model.named_parameters():
-        values[clean_name(name)] = parameter.detach().to("cpu", copy=True)
-        if parameter.grad is not None:
-            gradients[clean_name(name)] = parameter.grad.to("cpu", copy=True)
-    return values, gradients
+    parameters = {clean_name(name): parameter for name, parameter in model.named_parameters()}
+    values = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    return values, {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
 
 
 def train_ddp(info: ModelInfo, recipe: Recipe = USUAL) -> Record:
@@ -141,121 +124,28 @@ def train_ddp(info: ModelInfo, recipe: Recipe = USUAL) -> Record:
     return replace(record, buffers=_buffers(model))
 
 
-def train_torch_fsdp1(info: ModelInfo, recipe: Recipe = USUAL, **options: Any) -> Record:
-    """Trains with torch's `FullyShardedDataParallel`; see `train_fsdp1`.
+def train_sharded(api: Any, info: ModelInfo, recipe: Recipe = USUAL, **options: Any) -> Record:
+    """Trains with an API of FSDP, minifsdp's or torch's. Each unit of the model is sharded, and then the model itself.
 
-    It runs every model on the CPU. In torch 2.13 two cases fail on every device. Use another oracle for them:
+    torch's wrapper runs every model on the CPU. In torch 2.13 two cases fail on every device. Use another oracle for
+    them:
 
     * accumulation without ``no_sync`` in a unit of one element (``uneven``): it distinguishes sharded from unsharded
       gradients by their size, which is the same here, and reduces an already reduced gradient again. The result is
       silently wrong;
     * reduction of a unit that ran inside ``no_sync`` but not in the last micro-batch (``sometimes``): it raises.
-    """
-    return train_fsdp1(torch_fsdp.FullyShardedDataParallel, info, recipe, **options)
-
-
-def train_fsdp1(library: Any, info: ModelInfo, recipe: Recipe = USUAL, **options: Any) -> Record:
-    """Trains with a wrapper of the FSDP1 kind. Each unit is wrapped manually.
 
     Args:
-        library: the class ``FullyShardedDataParallel``, torch's or ours.
+        api: an object of ``spec_tests/models/apis.py``.
         info: the model to train.
         recipe: the settings of the training.
-        **options: for the constructor, as described in `shard_fsdp1`.
+        **options: for ``api.shard``.
     """
-    units = units_of(info.build(), info.unit_classes)
-    group = _shard_group(options)
-
-    def full(model: nn.Module) -> tuple[Named, Named]:
-        return split_by_name(gather_chunks(flat_chunks(model), group), units)
-
-    model = shard_fsdp1(library, info, **options)
-    return _train(model, info, recipe, model.no_sync, full)
-
-
-def shard_fsdp1(library: Any, info: ModelInfo, **options: Any) -> Any:
-    """Wraps each unit of the model, and then the model itself.
-
-    Args:
-        library: the class ``FullyShardedDataParallel``, torch's or ours.
-        info: the model to wrap.
-        **options: for the constructor. Since each library has its own enums and dataclasses, ``sharding_strategy`` and
-            ``backward_prefetch`` may be given by the name of a member, and ``mixed_precision`` as a dictionary.
-    """
-    chosen = {"device_id": device(), **_in_words_of(library, options)}
-    with warnings.catch_warnings():
-        # Ignore deprecation warnings about NO_SHARD and FSDP1, which are not the subject of this comparison.
-        warnings.simplefilter("ignore")
-        return wrap_units(info.build(), info.unit_classes, lambda module: library(module, **chosen))
-
-
-def _in_words_of(library: Any, options: dict[str, Any]) -> dict[str, Any]:
-    words = importlib.import_module("torch.distributed.fsdp" if library.__module__.startswith("torch.") else "minifsdp")
-    translated = dict(options)
-    for option, enum in (("sharding_strategy", "ShardingStrategy"), ("backward_prefetch", "BackwardPrefetch")):
-        if isinstance(options.get(option), str):
-            translated[option] = getattr(words, enum)[options[option]]
-    if isinstance(options.get("mixed_precision"), dict):
-        translated["mixed_precision"] = words.MixedPrecision(**options["mixed_precision"])
-    return translated
-
-
-def _shard_group(options: dict[str, Any]) -> dist.ProcessGroup | None:
-    strategy = options.get("sharding_strategy")
-    if getattr(strategy, "name", strategy) == "NO_SHARD":
-        return None
-    group = options.get("process_group") or dist.group.WORLD
-    return group[0] if isinstance(group, tuple) else group
-
-
-def train_torch_fsdp2(info: ModelInfo, recipe: Recipe = USUAL, **options: Any) -> Record:
-    """Trains with torch's `fully_shard`; see `train_fsdp2`."""
-    return train_fsdp2(torch_fsdp.fully_shard, info, recipe, **options)
-
-
-def train_fsdp2(library: Any, info: ModelInfo, recipe: Recipe = USUAL, **options: Any) -> Record:
-    """Trains with a function of the FSDP2 kind, which is applied to each unit and to the model.
-
-    Args:
-        library: the function ``fully_shard``, torch's or ours.
-        info: the model to train.
-        recipe: the settings of the training.
-        **options: for the function.
-    """
-    model = shard_fsdp2(library, info, **options)
-
-    @contextlib.contextmanager
-    def no_sync() -> Iterator[None]:
-        model.set_requires_gradient_sync(False)
-        yield
-        model.set_requires_gradient_sync(True)
-
-    return _train(model, info, recipe, no_sync, lambda _: _joined(model))
+    model = api.shard(info.build().to(device()), unit_classes=info.unit_classes, **options)
+    return _train(model, info, recipe, lambda: api.no_sync(model), api.values_and_gradients)
 
 
 def shard_fsdp2(library: Any, info: ModelInfo, **options: Any) -> Any:
     """Applies ``library(unit, **options)`` to each unit of the model, and then to the model itself."""
     model = info.build().to(device())
     return wrap_units(model, info.unit_classes, lambda module: library(module, **options))
-
-
-def _joined(model: nn.Module) -> tuple[Named, Named]:
-    """Full values and gradients from dim-0 shards. Concatenated, the shards have all elements in their order."""
-    values, gradients = _plain(model)
-    chunks = {
-        name: (_local_row(value), _local_row(gradients[name]) if name in gradients else None)
-        for name, value in values.items()
-        if isinstance(value, DTensor)
-    }
-    mesh = next(value.device_mesh for value in values.values() if isinstance(value, DTensor))
-    for name, (value, gradient) in gather_chunks(chunks, mesh.get_group(mesh.ndim - 1)).items():
-        values[name] = value.view(values[name].shape)
-        if gradient is not None:
-            gradients[name] = gradient.view(values[name].shape)
-    return values, gradients
-
-
-def _local_row(tensor: Any) -> Tensor:
-    assert tensor.placements[-1] == Shard(0), tensor.placements
-    row: Tensor = tensor.to_local().reshape(-1)
-    return row

@@ -27,11 +27,6 @@ from spec_tests.subject import FSDPModule, fully_shard, register_fsdp_forward_me
 # --- shards as tensors ---
 
 
-def local(tensor: Tensor) -> Tensor:
-    assert isinstance(tensor, DTensor)
-    return tensor.to_local()
-
-
 @pytest.mark.spec("FS2-SD-01")
 @ranks(2)
 def test_each_rank_can_save_its_shards_with_torch_save_after_the_model_is_deleted() -> None:
@@ -44,7 +39,7 @@ def test_each_rank_can_save_its_shards_with_torch_save_after_the_model_is_delete
     loaded = torch.load(file, weights_only=False)
     for name, value in state.items():
         assert torch.equal(value.full_tensor(), expected[name])
-        assert torch.equal(local(loaded[name]), local(value)), name
+        assert torch.equal(loaded[name].to_local(), value.to_local()), name
 
 
 @pytest.mark.spec("FS2-SD-01", "FS2-06")
@@ -54,9 +49,9 @@ def test_a_shard_can_be_copied_alone_and_a_copy_is_not_larger_than_the_shard(row
     model = fully_shard(seeded(lambda: nn.Linear(3, rows)))
     for parameter in model.parameters():
         twin = copy.deepcopy(parameter)
-        assert torch.equal(local(twin), local(parameter))
+        assert torch.equal(twin.to_local(), parameter.to_local())
         # `torch.save` and staging copy the whole storage.
-        assert local(twin).untyped_storage().nbytes() == local(parameter).numel() * 4
+        assert twin.to_local().untyped_storage().nbytes() == parameter.to_local().numel() * 4
         with torch.no_grad():
             twin.add_(1)
         assert not torch.equal(twin.full_tensor(), parameter.full_tensor())
@@ -160,15 +155,21 @@ def test_replicate_refuses_a_module_that_is_sharded() -> None:
 
 
 class Descends(nn.Module):
-    """Calls itself recursively, and uses its parameters again after the inner call."""
+    """Calls itself recursively, and uses its parameters again after the inner call, even if the inner call fails."""
+
+    fails = False
 
     def __init__(self) -> None:
         super().__init__()
         self.layer, self.block = nn.Linear(6, 6), Block()
 
     def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        if not depth and self.fails:
+            raise OverflowError
+        x = self.layer(x)
         if depth:
-            x = self(torch.tanh(self.layer(x)), depth - 1)
+            with suppress(OverflowError):
+                x = self(torch.tanh(x), depth - 1)
         return self.block(self.layer(x))
 
     def generate(self, x: Tensor) -> Tensor:
@@ -216,26 +217,11 @@ def test_call_after_an_exception_in_a_recursive_call_is_an_outer_call(error: typ
     assert_mean_gradients(model, plain, bitwise=False)
 
 
-class Retries(nn.Module):
-    """Calls itself recursively, and computes without the result if the inner call fails."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.block = nn.Linear(6, 6), Block()
-
-    def forward(self, x: Tensor, depth: int = 1) -> Tensor:
-        if not depth:
-            raise ZeroDivisionError
-        hidden = self.layer(x)
-        with suppress(ZeroDivisionError):
-            hidden = self(hidden, depth - 1)
-        return self.block(self.layer(hidden))
-
-
 @pytest.mark.spec("NEW-15", "FS2-13")
 @ranks(2)
 def test_a_module_may_handle_an_exception_of_its_recursive_call() -> None:
-    model, plain = seeded(Retries), seeded(Retries)
+    model, plain = seeded(Descends), seeded(Descends)
+    model.fails = plain.fails = True
     fully_shard(model.block)
     fully_shard(model)
     assert_mean_gradients(model, plain, bitwise=False)

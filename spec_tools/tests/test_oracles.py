@@ -16,9 +16,10 @@ import torch.distributed.fsdp as torch_fsdp
 
 from spec_tests import oracles
 from spec_tests.harness import device, ranks
-from spec_tests.models import MODELS
-from spec_tests.models.sharding import grid
+from spec_tests.models import MODELS, apis
+from spec_tests.models.sharding import HYBRID_SHARD
 
+TORCH_FSDP1, TORCH_FSDP2 = apis.WRAPPED.of_torch(), apis.FULLY_SHARD.of_torch()
 REFUSED_BY_TORCH_FSDP2 = {
     "writes_input": "its inputs pass through a custom autograd function, whose outputs may not be changed in place",
     "one_sided": "it reduces the gradients that are there; the ranks send different sizes, and gloo ends the process",
@@ -34,9 +35,9 @@ def test_every_trainer_trains_every_model_like_a_single_process(name: str) -> No
     info = MODELS[name]
     plain, flat = oracles.train_single(info, 2), oracles.train_single(info, 2, flat_units=True)
     trained = [(oracles.train_ddp(info), plain)]
-    trained += [(oracles.train_torch_fsdp1(info, use_orig_params=original), flat) for original in (False, True)]
+    trained += [(oracles.train_sharded(api.of_torch(), info), flat) for api in (apis.WRAPPED, apis.ORIGINALS)]
     if name not in REFUSED_BY_TORCH_FSDP2:
-        trained.append((oracles.train_torch_fsdp2(info), plain))
+        trained.append((oracles.train_sharded(TORCH_FSDP2, info), plain))
     for found, expected in trained:
         oracles.assert_same_training(found, expected, oracles.tolerance_for(2), buffers=dist.get_rank() == 0)
 
@@ -47,8 +48,8 @@ def test_four_ranks_train_like_a_single_process_with_adamw(name: str) -> None:
     info, recipe = MODELS[name], oracles.Recipe(optimizer=oracles.adamw)
     plain, flat = oracles.train_single(info, 4, recipe), oracles.train_single(info, 4, recipe, flat_units=True)
     oracles.assert_same_training(oracles.train_ddp(info, recipe), plain, oracles.SAME_MATH)
-    oracles.assert_same_training(oracles.train_torch_fsdp2(info, recipe), plain, oracles.SAME_MATH)
-    hybrid = oracles.train_torch_fsdp1(info, recipe, sharding_strategy="HYBRID_SHARD", process_group=grid())
+    oracles.assert_same_training(oracles.train_sharded(TORCH_FSDP2, info, recipe), plain, oracles.SAME_MATH)
+    hybrid = oracles.train_sharded(TORCH_FSDP1, info, recipe, strategy=HYBRID_SHARD)
     oracles.assert_same_training(hybrid, flat, oracles.SAME_MATH)
 
 
@@ -58,15 +59,16 @@ def test_accumulation_is_the_same_in_every_trainer(no_sync: bool) -> None:
     info, recipe = MODELS["mlp"], oracles.Recipe(accumulate=3, no_sync=no_sync)
     expected = oracles.train_single(info, 2, recipe)
     assert expected.losses.shape == (9, 2)
-    for train in (oracles.train_ddp, oracles.train_torch_fsdp1, oracles.train_torch_fsdp2):
-        oracles.assert_same_training(train(info, recipe), expected, oracles.FLOAT)
+    trained = [oracles.train_sharded(api, info, recipe) for api in (TORCH_FSDP1, TORCH_FSDP2)]
+    for found in (oracles.train_ddp(info, recipe), *trained):
+        oracles.assert_same_training(found, expected, oracles.FLOAT)
 
 
 @pytest.mark.parametrize("name", ["mlp", "uneven", "nested", "tied", "shared_module", "checkpoint_inside"])
 @ranks(2)
 def test_manual_all_gather_equals_torch_summon(name: str) -> None:
     info = MODELS[name]
-    model = oracles.shard_fsdp1(torch_fsdp.FullyShardedDataParallel, info)
+    model = TORCH_FSDP1.shard(info.build().to(device()), unit_classes=info.unit_classes)
     units = oracles.units_of(info.build(), info.unit_classes)
     chunks = oracles.gather_chunks(oracles.flat_chunks(model), dist.group.WORLD)
     values, _ = oracles.split_by_name(chunks, units)
@@ -117,7 +119,7 @@ def test_any_difference_is_found(changes: dict[str, Any], message: str) -> None:
 @ranks(2)
 def test_counter_counts_every_collective_of_a_step(name: str, gathers: int) -> None:
     info, recipe = MODELS[name], oracles.Recipe()
-    model = oracles.shard_fsdp1(torch_fsdp.FullyShardedDataParallel, info)
+    model = TORCH_FSDP1.shard(info.build().to(device()), unit_classes=info.unit_classes)
     oracles.forward_backward(model, info, recipe, dist.get_rank(), step=0)
     with oracles.count_collectives() as counts:
         oracles.forward_backward(model, info, recipe, dist.get_rank(), step=1)
