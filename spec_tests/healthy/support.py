@@ -17,11 +17,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from spec_tests.models import apis
-from spec_tests.models.sharding import FULL_SHARD, SHARD_GRAD_OP
-from spec_tests.models.values import full_values, named
+# Programs import this module while other ranks already train, so it imports no other helpers.
 from spec_tests.subject import FullyShardedDataParallel as FSDP
-from spec_tests.subject import fully_shard
+from spec_tests.subject import ShardingStrategy, StateDictType, fully_shard
 
 WRAPPER_PARTS = re.compile(r"(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod|module)\.")
 WIDTH = 8
@@ -52,7 +50,7 @@ def shard(api: str, model: Any, *, keep: bool = False, group: Any = None, **opti
         options: other options of the API.
     """
     if api == "wrapper":
-        options.setdefault("sharding_strategy", SHARD_GRAD_OP if keep else FULL_SHARD)
+        options.setdefault("sharding_strategy", ShardingStrategy.SHARD_GRAD_OP if keep else ShardingStrategy.FULL_SHARD)
     else:
         options["reshard_after_forward"] = not keep
     for index, layer in enumerate(getattr(model, "layers", ())):
@@ -137,11 +135,13 @@ class Training:
 
     def check(self) -> None:
         """Checks that the parameters of both are equal. All ranks that train the model must call this."""
-        found, expected = (
-            {WRAPPER_PARTS.sub("", name): value for name, value in values.items()}
-            for values in (full_values(self.model), named(self.plain))
-        )
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        is_wrapped = any(isinstance(module, FSDP) for module in self.model.modules())
+        with FSDP.summon_full_params(self.model, writeback=False) if is_wrapped else nullcontext():
+            found, expected = (
+                {WRAPPER_PARTS.sub("", name): full(parameter) for name, parameter in model.named_parameters()}
+                for model in (self.model, self.plain)
+            )
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
     def num_sent(self, group: Any = None) -> int:
         """The number of collectives that torch has counted in a process group."""
@@ -149,6 +149,15 @@ class Training:
         return number
 
 
+def full(tensor: Any) -> Tensor:
+    """The unsharded tensor of a `DTensor`. All its ranks must call this."""
+    whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return whole.detach()
+
+
 def state_dict_of(model: Any) -> dict[str, Any]:
     """A full state dict, on all ranks that call it."""
-    return (apis.WRAPPED if isinstance(model, FSDP) else apis.FULLY_SHARD).state_dict(model)
+    if isinstance(model, FSDP):
+        with FSDP.state_dict_type(model, StateDictType.FULL_STATE_DICT):
+            return dict(model.state_dict())
+    return {name: full(value) for name, value in model.state_dict().items()}
