@@ -212,7 +212,7 @@ def test_without_meta_tensors_param_init_fn_is_never_called_and_it_must_be_calla
 # --- several units, several ranks ---
 
 
-@pytest.mark.spec("META-10")
+@pytest.mark.spec("META-10", "SYNC-03")
 @ranks(2)
 def test_policy_units_are_materialized_sent_and_sharded_one_after_the_other() -> None:
     model = on_meta(modules.Stack)

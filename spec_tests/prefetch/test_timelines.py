@@ -27,7 +27,7 @@ KEPT_FORWARD = "AGR AG0 F0 AG1 F1 AG2 F2 AG3 F3 keepR"
 KEPT_BACKWARD = "B3 FREE3 RS3 B2 FREE2 RS2 B1 FREE1 RS1 B0 FREE0 RS0 FREER RSR"
 
 
-@pytest.mark.spec("SHARD-04", "SHARD-05", "SHARD-16", "PREF-02", "PREF-04", "PREF-06", "WRAP-17")
+@pytest.mark.spec("CTOR-16", "SHARD-04", "SHARD-05", "SHARD-16", "PREF-02", "PREF-04", "PREF-06", "WRAP-17")
 @pytest.mark.parametrize("prefetch", [PRE, POST, None])
 @ranks(2)
 def test_full_iteration_of_full_shard(prefetch: BackwardPrefetch | None) -> None:
