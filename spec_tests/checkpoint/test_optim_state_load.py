@@ -99,7 +99,7 @@ WRAPPINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.spec("OSD-LOAD-08", "SD-FULL-11")
+@pytest.mark.spec("OSD-LOAD-08", "OSD-SHARD-03", "SD-FULL-11")
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
 @checkpoints.flat_or_original
 @ranks(4)
@@ -111,6 +111,9 @@ def test_full_dicts_load_with_other_number_of_ranks_and_other_wrapping(keep: boo
     FSDP.optim_state_dict_to_load(again, restored, states, load_directly=True)
     checkpoints.assert_same_state(again.state_dict(), weights)
     checkpoints.assert_same_state(FSDP.optim_state_dict(again, restored)["state"], states["state"])
+    with checkpoints.quiet():
+        older = FSDP.shard_full_optim_state_dict(states, again, optim=restored)
+    checkpoints.assert_same_state(older["state"], restored.state_dict()["state"])
 
 
 @pytest.mark.spec("OSD-08", "OSD-LOAD-01", "OSD-LOAD-03")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import inspect
 import io
 import warnings
 from typing import Any
@@ -15,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import api as torch_api
 from torch.distributed.tensor import DTensor
 
 from spec_tests import subject
@@ -273,26 +271,3 @@ def test_a_type_has_default_configurations_and_refuses_those_of_other_types(kind
             FSDP.set_state_dict_type(model, kind, other())
     with pytest.raises(RuntimeError, match=rf"rank 0: Expected optim_state_dict_config of .*{of_optimizer.__name__}"):
         FSDP.set_state_dict_type(model, kind, None, subject.OptimStateDictConfig())
-
-
-NAMES = [config.__name__ for pair in checkpoints.CONFIGS.values() for config in pair]
-
-
-@pytest.mark.spec("SD-CFG-12", "SD-CFG-13", "SD-CFG-14", "SD-CFG-15", "SD-CFG-16", "SD-CFG-18")
-@pytest.mark.parametrize("name", [*NAMES, "StateDictConfig", "OptimStateDictConfig", "StateDictSettings"])
-def test_a_configuration_has_the_arguments_and_the_base_classes_of_torch(name: str) -> None:
-    ours, theirs = getattr(subject, name), getattr(torch_api, name)
-    found, expected = (inspect.signature(one).parameters.values() for one in (ours, theirs))
-    assert [(f.name, f.default) for f in found] == [(f.name, f.default) for f in expected]
-    assert [field.name for field in dataclasses.fields(ours)] == [field.name for field in dataclasses.fields(theirs)]
-    assert [base.__name__ for base in ours.__mro__] == [base.__name__ for base in theirs.__mro__]
-    with pytest.raises(TypeError, match="use_dtensor"):
-        ours(use_dtensor=True)
-
-
-@pytest.mark.spec("SD-CFG-19")
-def test_state_dict_names_its_arguments_as_a_plain_module_does() -> None:
-    ours, theirs = (inspect.signature(cls.state_dict).parameters.values() for cls in (FSDP, nn.Module))
-    assert [(p.name, p.kind, p.default) for p in ours] == [(p.name, p.kind, p.default) for p in theirs]
-    with pytest.raises(TypeError, match="state_dict_type"):
-        FSDP.state_dict(nn.Linear(1, 1), state_dict_type=FULL)

@@ -3,25 +3,20 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from spec_tests.checkpoint import checkpoints
-from spec_tests.checkpoint.checkpoints import assert_same_state, flat_or_original, make, quiet, train, trained, wrapped
 from spec_tests.checkpoint.refusals import caught_warnings
-from spec_tests.harness import device, ranks
-from spec_tests.models.modules import Block, Tied, seeded
+from spec_tests.harness import ranks
+from spec_tests.models import modules, sharding
 from spec_tests.models.running import Wire
-from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, NO_SHARD, grid, grid_mesh
-from spec_tests.models.values import assert_same, full_values
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import ModuleWrapPolicy, OptimStateKeyType, ShardedOptimStateDictConfig, StateDictType
 
@@ -39,13 +34,6 @@ def adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(model.parameters(), lr=0.01)
 
 
-def plain_trained() -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = make()
-    optimizer = adam(model)
-    train(model, optimizer, [0, 1], ranks=range(dist.get_world_size()))
-    return model, optimizer
-
-
 def old(name: str, *args: Any, **kwargs: Any) -> Any:
     """Calls the old function. It must warn once, at the line of its caller, and name the current function."""
     with caught_warnings() as caught:
@@ -58,43 +46,34 @@ def old(name: str, *args: Any, **kwargs: Any) -> Any:
     return result
 
 
-@pytest.mark.spec("OSD-FULL-01", "OSD-SHARD-01", "OSD-SCAT-01", "OSD-SHD-01", "OSD-FLAT-01", "OSD-REKEY-01")
-@pytest.mark.parametrize("name", [*OLD_AND_NEW, "rekey_optim_state_dict"])
-def test_the_signatures_are_those_of_torch(name: str) -> None:
-    ours = inspect.signature(getattr(FSDP, name)).parameters
-    theirs = inspect.signature(getattr(torch_fsdp.FullyShardedDataParallel, name)).parameters
-    assert [(p.name, p.default) for p in ours.values()] == [(p.name, p.default) for p in theirs.values()]
-
-
 @pytest.mark.spec("OSD-FULL-01", "OSD-FULL-02", "OSD-FULL-03", "OSD-FULL-04")
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-@flat_or_original
+@pytest.mark.parametrize("strategy", [sharding.FULL_SHARD, sharding.NO_SHARD])
+@checkpoints.flat_or_original
 @ranks(2)
 def test_full_optim_state_dict_equals_optim_state_dict_on_rank_0_or_all_ranks(keep: bool, strategy: Any) -> None:
-    model, optimizer = trained(use_orig_params=keep, sharding_strategy=strategy)
+    model, optimizer = checkpoints.trained(use_orig_params=keep, sharding_strategy=strategy)
     expected = FSDP.optim_state_dict(model, optimizer)
     everywhere = old("full_optim_state_dict", model, optimizer, rank0_only=False)
     first = old("full_optim_state_dict", model, optimizer)
-    assert bool(first) is (dist.get_rank() == 0)
     # The dicts do not alias the states of the optimizer.
-    train(model, optimizer, [2])
-    for found in (everywhere, first) if first else (everywhere,):
-        assert sorted(found) == ["param_groups", "state"]
+    checkpoints.train(model, optimizer, [2])
+    for found in [everywhere, first] if dist.get_rank() == 0 else [everywhere]:
         assert found["param_groups"] == expected["param_groups"]
-        assert_same_state(found["state"], expected["state"])
+        checkpoints.assert_same_state(found["state"], expected["state"])
+    assert dist.get_rank() == 0 or first == {}
 
 
 @pytest.mark.spec("OSD-SHD-01", "OSD-FLAT-01", "NEW-01")
 @pytest.mark.parametrize("use_dtensor", [None, False, True])
-@pytest.mark.parametrize("strategy", [FULL_SHARD, HYBRID_SHARD])
-@flat_or_original
+@pytest.mark.parametrize("strategy", [sharding.FULL_SHARD, sharding.HYBRID_SHARD])
+@checkpoints.flat_or_original
 @ranks(4)
 def test_a_sharded_dict_with_a_mesh_has_sharded_tensors_unless_configured(
     keep: bool, strategy: Any, use_dtensor: bool | None
 ) -> None:
     """As in torch."""
-    mesh = grid_mesh() if strategy is HYBRID_SHARD else grid_mesh()["shard"]
-    model, optimizer = trained(use_orig_params=keep, sharding_strategy=strategy, device_mesh=mesh)
+    mesh = sharding.grid_mesh() if strategy is sharding.HYBRID_SHARD else sharding.grid_mesh()["shard"]
+    model, optimizer = checkpoints.trained(use_orig_params=keep, sharding_strategy=strategy, device_mesh=mesh)
     if use_dtensor is not None:
         config = ShardedOptimStateDictConfig(_use_dtensor=use_dtensor)
         FSDP.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT, None, config)
@@ -102,58 +81,51 @@ def test_a_sharded_dict_with_a_mesh_has_sharded_tensors_unless_configured(
     for entries in state["state"].values():
         assert isinstance(entries["exp_avg"], DTensor if use_dtensor else ShardedTensor)
     loadable = old("flatten_sharded_optim_state_dict", state, model, optimizer)
-    assert_same_state(loadable["state"], optimizer.state_dict()["state"])
+    checkpoints.assert_same_state(loadable["state"], optimizer.state_dict()["state"])
 
 
 @pytest.mark.spec("OSD-FULL-05", "LEGACY-12")
 @pytest.mark.parametrize("optim_input", [[nn.Parameter(torch.ones(1))], [{"params": []}], ["nonsense"]])
-@flat_or_original
+@checkpoints.flat_or_original
 @ranks(2)
 def test_optim_input_warns_and_is_ignored_where_the_optimizer_is_given(keep: bool, optim_input: list[Any]) -> None:
-    model, optimizer = trained(use_orig_params=keep)
+    model, optimizer = checkpoints.trained(use_orig_params=keep)
     with caught_warnings() as caught:
         found = FSDP.full_optim_state_dict(model, optimizer, optim_input, False)
     assert any("`optim_input` argument is deprecated" in str(w.message) for w in caught)
-    assert_same_state(found["state"], FSDP.optim_state_dict(model, optimizer)["state"])
+    checkpoints.assert_same_state(found["state"], FSDP.optim_state_dict(model, optimizer)["state"])
 
 
-@pytest.mark.spec("OSD-SHARD-01", "OSD-SCAT-01", "OSD-SCAT-02")
-@flat_or_original
+@pytest.mark.spec("OSD-SHARD-01", "OSD-SCAT-01", "OSD-SCAT-02", "OSD-LOAD-05")
+@pytest.mark.parametrize("nothing", [None, {"anything": 1}])
+@pytest.mark.parametrize("strategy", [sharding.FULL_SHARD, sharding.NO_SHARD])
+@checkpoints.flat_or_original
 @ranks(2)
-def test_a_full_dict_is_sharded_without_communication_or_scattered_from_rank_0(keep: bool) -> None:
-    model, optimizer = trained(use_orig_params=keep)
+def test_a_full_dict_is_sharded_without_communication_or_scattered_from_rank_0(
+    keep: bool, strategy: Any, nothing: Any
+) -> None:
+    model, optimizer = checkpoints.trained(use_orig_params=keep, sharding_strategy=strategy)
     own, full = optimizer.state_dict(), FSDP.optim_state_dict(model, optimizer)
     with Wire() as wire:
         sharded = old("shard_full_optim_state_dict", full, model, optim=optimizer)
     assert wire.sent == []
-    for nothing in (None, {"anything": 1}):
+    with Wire() as wire:
         given = full if dist.get_rank() == 0 else nothing
-        with Wire() as wire:
-            scattered = old("scatter_full_optim_state_dict", given, model, optim=optimizer)
+        scattered = old("scatter_full_optim_state_dict", given, model, optim=optimizer)
+    if strategy is sharding.FULL_SHARD:
         # Rank 0 scatters two moments for each of three units. Rank 1 receives only its own shards.
         assert wire.kinds() == ["scatter_"] * 6
-        for found in (sharded, scattered):
-            assert found["param_groups"] == own["param_groups"]
-            assert_same_state(found["state"], own["state"])
+    for found in (sharded, scattered):
+        assert found["param_groups"] == own["param_groups"]
+        checkpoints.assert_same_state(found["state"], own["state"])
     optimizer.load_state_dict(sharded)
 
 
-@pytest.mark.spec("OSD-SCAT-01", "OSD-LOAD-05")
-@flat_or_original
-@ranks(2)
-def test_states_of_rank_0_reach_every_replica(keep: bool) -> None:
-    model, optimizer = trained(use_orig_params=keep, sharding_strategy=NO_SHARD)
-    full = FSDP.optim_state_dict(model, optimizer)
-    given = full if dist.get_rank() == 0 else None
-    scattered = old("scatter_full_optim_state_dict", given, model, optim=optimizer)
-    assert_same_state(scattered["state"], optimizer.state_dict()["state"])
-
-
 @pytest.mark.spec("OSD-SHD-01", "OSD-FLAT-01", "OSD-SHD-02")
-@flat_or_original
+@checkpoints.flat_or_original
 @ranks(2)
 def test_a_sharded_dict_is_refused_by_an_optimizer_until_it_is_flattened_with_all_gathers(keep: bool) -> None:
-    model, optimizer = trained(use_orig_params=keep)
+    model, optimizer = checkpoints.trained(use_orig_params=keep)
     full = FSDP.optim_state_dict(model, optimizer)["state"]
     rows = old("sharded_optim_state_dict", model, optimizer)
     for name, entries in rows["state"].items():
@@ -166,49 +138,38 @@ def test_a_sharded_dict_is_refused_by_an_optimizer_until_it_is_flattened_with_al
     with Wire() as wire:
         found = old("flatten_sharded_optim_state_dict", rows, model, optimizer)
     assert wire.kinds() == ["AG"] * 14, "seven parameters with two moments each"
-    assert_same_state(found["state"], optimizer.state_dict()["state"])
+    checkpoints.assert_same_state(found["state"], optimizer.state_dict()["state"])
 
 
 @pytest.mark.spec("OSD-SHARD-02", "LEGACY-12")
-@flat_or_original
+@checkpoints.flat_or_original
 @ranks(2)
 def test_optim_input_or_the_model_determines_parameter_numbers_without_an_optimizer(keep: bool) -> None:
-    model, optimizer = trained(use_orig_params=keep)
+    model, optimizer = checkpoints.trained(use_orig_params=keep)
     full, own = FSDP.optim_state_dict(model, optimizer), optimizer.state_dict()["state"]
     parameters = list(model.parameters())
     for optim_input in (None, parameters, iter(parameters), [{"params": parameters}]):
-        assert_same_state(old("shard_full_optim_state_dict", full, model, optim_input)["state"], own)
+        checkpoints.assert_same_state(old("shard_full_optim_state_dict", full, model, optim_input)["state"], own)
     backwards = old("shard_full_optim_state_dict", full, model, list(reversed(parameters)))["state"]
-    assert_same_state({len(parameters) - 1 - key: value for key, value in backwards.items()}, own)
+    checkpoints.assert_same_state({len(parameters) - 1 - key: value for key, value in backwards.items()}, own)
     for function in (FSDP.shard_full_optim_state_dict, FSDP.scatter_full_optim_state_dict):
-        with quiet(), pytest.raises(ValueError, match=r"rank \d: optim_input and optim both"):
+        with checkpoints.quiet(), pytest.raises(ValueError, match=r"rank \d: optim_input and optim both"):
             function(full, model, parameters, optimizer)
-
-
-@pytest.mark.spec("OSD-SHARD-03", "OSD-LOAD-08")
-@flat_or_original
-@ranks(4)
-def test_a_full_dict_fits_another_number_of_ranks_and_another_wrapping(keep: bool) -> None:
-    full = FSDP.optim_state_dict(*trained(use_orig_params=keep))
-    options = {"process_group": grid()[0], "auto_wrap_policy": ModuleWrapPolicy({nn.Linear})}
-    other = wrapped(make(), use_orig_params=not keep, **options)
-    optimizer = adam(other)
-    optimizer.load_state_dict(old("shard_full_optim_state_dict", full, other, optim=optimizer))
-    assert_same_state(FSDP.optim_state_dict(other, optimizer)["state"], full["state"])
-    dist.barrier()
 
 
 @pytest.mark.spec("OSD-REKEY-01", "OSD-REKEY-04")
 @ranks(1)
 def test_rekey_keeps_a_dict_with_the_requested_keys_and_refuses_an_invalid_one() -> None:
-    plain, optimizer = plain_trained()
+    plain = checkpoints.make()
+    optimizer = adam(plain)
+    checkpoints.train(plain, optimizer, [0, 1])
     numbered = optimizer.state_dict()
     named = FSDP.rekey_optim_state_dict({**numbered, "epoch": 3}, NAME, plain, optim=optimizer)
     assert named.pop("epoch") == 3
     for given, key_type in ((numbered, NUMBER), (named, NAME)):
         again = FSDP.rekey_optim_state_dict(given, key_type, plain, optim=optimizer)
         assert again["param_groups"] == given["param_groups"]
-        assert_same_state(again["state"], given["state"])
+        checkpoints.assert_same_state(again["state"], given["state"])
     with pytest.raises(AssertionError, match=r"rank 0: optim_state_key_type must be one of OptimStateKeyType.PARAM_N"):
         FSDP.rekey_optim_state_dict(named, "PARAM_ID", plain)
     with pytest.raises(ValueError, match=r"rank 0: .*has the keys \['scale'"):
@@ -216,29 +177,29 @@ def test_rekey_keeps_a_dict_with_the_requested_keys_and_refuses_an_invalid_one()
 
 
 @pytest.mark.spec("OSD-SHARD-01", "OSD-SCAT-01")
-@flat_or_original
+@checkpoints.flat_or_original
 @ranks(2)
 def test_invalid_dict_is_refused_by_each_function_that_reads_its_states(keep: bool) -> None:
-    model, optimizer = trained(use_orig_params=keep)
+    model, optimizer = checkpoints.trained(use_orig_params=keep)
     full = FSDP.optim_state_dict(model, optimizer)
     full["state"]["head.weight"]["exp_avg"] = torch.ones(5, 2)
     refused = rf"rank {dist.get_rank()}: the state dict is refused{{}}, and nothing(.|\n)*'exp_avg' of 'head.weight'"
     # The first call does not communicate, so each rank checks its own dict.
-    with quiet(), pytest.raises(ValueError, match=refused.format("")):
+    with checkpoints.quiet(), pytest.raises(ValueError, match=refused.format("")):
         FSDP.shard_full_optim_state_dict(full, model, optim=optimizer)
-    with quiet(), pytest.raises(ValueError, match=refused.format(" on every rank")):
+    with checkpoints.quiet(), pytest.raises(ValueError, match=refused.format(" on every rank")):
         FSDP.scatter_full_optim_state_dict(full if dist.get_rank() == 0 else None, model, optim=optimizer)
 
 
 @pytest.mark.spec("OSD-SHARD-01", "OSD-08")
-@flat_or_original
+@checkpoints.flat_or_original
 @ranks(2)
 def test_parameters_outside_of_all_units_may_be_missing(keep: bool) -> None:
     """Other code is responsible for these parameters and adds their states."""
-    full = FSDP.optim_state_dict(*trained(use_orig_params=keep))
-    more = make()
-    more.extra = nn.Parameter(torch.ones(3, device=device()))
-    other = wrapped(more, ignored_states=[more.extra], use_orig_params=keep)
+    full = FSDP.optim_state_dict(*checkpoints.trained(use_orig_params=keep))
+    more = checkpoints.make()
+    more.extra = nn.Parameter(torch.ones(3, device=more.scale.device))
+    other = checkpoints.wrapped(more, ignored_states=[more.extra], use_orig_params=keep)
     restored = adam(other)
     found = old("shard_full_optim_state_dict", full, other, optim=restored)
     position = next(n for n, p in enumerate(other.parameters()) if p is more.extra)
@@ -248,41 +209,46 @@ def test_parameters_outside_of_all_units_may_be_missing(keep: bool) -> None:
         FSDP.optim_state_dict_to_load(other, restored, full)
 
 
-@pytest.mark.parametrize("way", ["shard", "scatter", "flatten", "names", "current", "numbers"])
+# By name, each way to load a full dict of a model into another one.
+WAYS: dict[str, Any] = {
+    "shard": lambda full, model, optimizer: FSDP.shard_full_optim_state_dict(full, model, optim=optimizer),
+    "scatter": lambda full, model, optimizer: FSDP.scatter_full_optim_state_dict(
+        full if dist.get_rank() == 0 else None, model, optim=optimizer
+    ),
+    "current": lambda full, model, optimizer: FSDP.optim_state_dict_to_load(model, optimizer, full),
+    "numbers": lambda full, model, optimizer: FSDP.rekey_optim_state_dict(full, NUMBER, model),
+}
+
+
+@pytest.mark.parametrize("way", [*WAYS, "flatten", "names"])
 @pytest.mark.parametrize("hybrid", [False, True])
-@flat_or_original
+@checkpoints.flat_or_original
 @pytest.mark.spec("PROG-94", "OSD-REKEY-02", "OSD-REKEY-03")
 @ranks(4)
 def test_older_functions_agree_with_a_plain_optimizer_of_tied_parameters(keep: bool, hybrid: bool, way: str) -> None:
-    def tied(seed: int) -> nn.Module:
-        return seeded(lambda: Tied(3), seed)
-
-    options: dict[str, Any] = {"device_mesh": grid_mesh(), "sharding_strategy": HYBRID_SHARD} if hybrid else {}
-    options |= {"auto_wrap_policy": ModuleWrapPolicy({Block}), "use_orig_params": keep}
-    plain, model = tied(0), wrapped(tied(0), **options)
+    plain, tied, other = (modules.seeded(lambda: modules.Tied(3), seed) for seed in (0, 0, 1))
+    options: dict[str, Any] = {"auto_wrap_policy": ModuleWrapPolicy({modules.Block}), "use_orig_params": keep}
+    if hybrid:
+        options |= {"device_mesh": sharding.grid_mesh(), "sharding_strategy": sharding.HYBRID_SHARD}
+    model = checkpoints.wrapped(tied, **options)
     oracle, optimizer = adam(plain), adam(model)
-    train(plain, oracle, [0, 1], ranks=[0])
-    train(model, optimizer, [0, 1], ranks=[0])
-    other = tied(1) if way == "numbers" else wrapped(tied(1), **options)
+    checkpoints.train(plain, oracle, [0, 1], ranks=[0])
+    checkpoints.train(model, optimizer, [0, 1], ranks=[0])
+    weights = model.state_dict()
+    if way != "numbers":
+        other = checkpoints.wrapped(other, **options)
     fresh = adam(other)
-    other.load_state_dict(model.state_dict())
-    with quiet():
-        full = FSDP.full_optim_state_dict(model, optimizer, rank0_only=way == "scatter")
-        if way == "shard":
-            loadable = FSDP.shard_full_optim_state_dict(full, other, optim=fresh)
-        elif way == "scatter":
-            loadable = FSDP.scatter_full_optim_state_dict(full or None, other, optim=fresh)
-        elif way == "flatten":
+    other.load_state_dict(weights)
+    with checkpoints.quiet():
+        if way == "flatten":
             rows = FSDP.sharded_optim_state_dict(model, optimizer)
             loadable = FSDP.flatten_sharded_optim_state_dict(rows, other, fresh)
         elif way == "names":
-            named = FSDP.rekey_optim_state_dict(copy.deepcopy(oracle.state_dict()), NAME, tied(0))
-            loadable = FSDP.shard_full_optim_state_dict(named, other, optim=fresh)
-        elif way == "current":
-            loadable = FSDP.optim_state_dict_to_load(other, fresh, full)
+            named = FSDP.rekey_optim_state_dict(copy.deepcopy(oracle.state_dict()), NAME, plain)
+            loadable = WAYS["shard"](named, other, fresh)
         else:
-            loadable = FSDP.rekey_optim_state_dict(full, NUMBER, other)
+            loadable = WAYS[way](FSDP.full_optim_state_dict(model, optimizer, rank0_only=False), other, fresh)
     fresh.load_state_dict(loadable)
-    train(plain, oracle, [2, 3], ranks=[0])
-    train(other, fresh, [2, 3], ranks=[0])
-    assert_same(full_values(other), dict(plain.named_parameters()))
+    checkpoints.train(plain, oracle, [2, 3], ranks=[0])
+    checkpoints.train(other, fresh, [2, 3], ranks=[0])
+    checkpoints.assert_same_state(other.state_dict(), plain.state_dict(), bitwise=False)

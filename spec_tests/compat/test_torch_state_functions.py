@@ -201,7 +201,8 @@ def id_of(value: Any) -> str:
 ON_CPU, UNFROZEN = {"cpu_offload": True}, {"ignore_frozen_params": True}
 WITHOUT_PREFIX = {"keep_submodule_prefixes": False, **FULL}
 ROWS: list[tuple[Call, list[dict[str, Any]]]] = [
-    (get_model, [{}, FULL, ON_CPU, FROM_RANK_0, UNFROZEN, UNFROZEN | FULL, {"dsd_fqn_modifiers": "_renamed"}]),
+    (get_model, [{}, FULL, ON_CPU, FULL | ON_CPU, FROM_RANK_0]),
+    (get_model, [UNFROZEN, UNFROZEN | FULL, {"dsd_fqn_modifiers": "_renamed"}]),
     (get_a_unit, [{}, WITHOUT_PREFIX]),
     (get_a_part_of_a_unit, [{}, WITHOUT_PREFIX]),
     (get_optimizer, [{}, FULL, ON_CPU, FROM_RANK_0]),
@@ -211,7 +212,7 @@ ROWS: list[tuple[Call, list[dict[str, Any]]]] = [
 OF_OPTIMIZERS = (get_optimizer, set_optimizer)
 
 
-@pytest.mark.spec("PROG-98")
+@pytest.mark.spec("PROG-98", "FS2-SD-08")
 @pytest.mark.parametrize("names", ["replaced", "kept"])
 @pytest.mark.parametrize("steps", [0, 1])
 @pytest.mark.parametrize("layout", LAYOUTS)
