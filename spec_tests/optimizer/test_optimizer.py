@@ -12,11 +12,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from spec_tests.harness import ranks
+from spec_tests.models import sharding, values
 from spec_tests.models.gradients import step_with
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import iterate
-from spec_tests.models.sharding import grid_mesh, sharded
-from spec_tests.models.values import assert_same, full_gradients, full_values, mean_gradients, named
+
+sharded = sharding.sharded
 
 
 def with_groups(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -42,31 +43,14 @@ def test_optimizer_from_before_sharding_changes_nothing_and_a_new_one_works() ->
     model = seeded()
     stale = torch.optim.SGD(model.parameters(), lr=1.0)
     sharded(model)
-    before = full_values(model)
+    before = values.full_values(model)
     iterate(model)
     with pytest.warns(UserWarning, match="parameters of this SGD were replaced when the model was sharded"):
         stale.step()
-    assert_same(full_values(model), before)
+    values.assert_same(values.full_values(model), before)
     fresh = torch.optim.SGD(model.parameters(), lr=1.0)
     fresh.step()
-    assert not torch.equal(full_values(model)["enter.weight"], before["enter.weight"])
-
-
-@pytest.mark.spec("FS2-OPT-02")
-@ranks(2)
-def test_the_moments_of_adam_are_placed_like_their_parameters() -> None:
-    model = sharded()
-    optimizer = torch.optim.Adam(model.parameters())
-    iterate(model)
-    optimizer.step()
-    assert len(optimizer.state) == len(list(model.parameters()))
-    for parameter, state in optimizer.state.items():
-        for key in ("exp_avg", "exp_avg_sq"):
-            assert isinstance(state[key], DTensor)
-            assert state[key].placements == parameter.placements
-            assert state[key].to_local().shape == parameter.to_local().shape
-        assert type(state["step"]) is Tensor
-        assert state["step"].item() == 1
+    assert not torch.equal(values.full_values(model)["enter.weight"], before["enter.weight"])
 
 
 @pytest.mark.spec("FS2-OPT-05")
@@ -92,43 +76,41 @@ def test_optimizers_of_torch_step_like_on_the_plain_model(name: str) -> None:
     optimizer, other = (OPTIMIZERS[name](each.parameters()) for each in (model, plain))
     for step in range(3):
         iterate(model, step, optimizer)
-        step_with(mean_gradients(plain, (step,)), plain, other)
-    assert_same(full_values(model), named(plain), bitwise="fused" not in name)
+        step_with(values.mean_gradients(plain, (step,)), plain, other)
+    values.assert_same(values.full_values(model), values.named(plain), bitwise="fused" not in name)
 
 
 # --- clipping ---
 
 
-@pytest.mark.spec("FS2-OPT-03", "FS2-OPT-04", "MIG-19")
+@pytest.mark.spec("FS2-OPT-02", "FS2-OPT-03", "FS2-OPT-04", "MIG-19")
 @pytest.mark.parametrize(
-    ("options", "norm_type"),
-    [
-        *(({}, norm_type) for norm_type in (1.0, 2.0, 3.0)),
-        ({"reshard_after_forward": False}, 2.0),
-        # With four shards, one shard of a parameter is empty, and torch computes no infinity norm of it.
-        *(({"mesh": "2 x 2"}, norm_type) for norm_type in (2.0, float("inf"))),
-    ],
+    ("is_grid", "norm_type"),
+    # With four shards, one shard of a parameter is empty, and torch computes no infinity norm of it.
+    [(False, 1.0), (False, 2.0), (False, 3.0), (True, 2.0), (True, float("inf"))],
 )
 @ranks(4)
-def test_several_steps_of_adam_with_clipping_equal_one_process(options: dict[str, Any], norm_type: float) -> None:
-    if "mesh" in options:
-        options = {"mesh": grid_mesh()}
-    model, plain = sharded(**options), seeded()
+def test_several_steps_of_adam_with_clipping_equal_one_process(is_grid: bool, norm_type: float) -> None:
+    model, plain = sharded(mesh=sharding.grid_mesh() if is_grid else None), seeded()
     optimizers = [torch.optim.Adam(each.parameters(), lr=0.01) for each in (model, plain)]
     for step in range(3):
         iterate(model, step)
-        for name, gradient in mean_gradients(plain, (step,)).items():
+        for name, gradient in values.mean_gradients(plain, (step,)).items():
             plain.get_parameter(name).grad = gradient
         ours, expected = (nn.utils.clip_grad_norm_(each.parameters(), 0.05, norm_type) for each in (model, plain))
         assert isinstance(ours, DTensor)
         torch.testing.assert_close(ours.full_tensor(), expected)
         clipped = {name: parameter.grad for name, parameter in plain.named_parameters()}
-        assert_same(full_gradients(model), clipped, bitwise=False)
+        values.assert_same(values.full_gradients(model), clipped, bitwise=False)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     # Adam divides by the size of a gradient, so a step can amplify its rounding.
-    torch.testing.assert_close(full_values(model), named(plain), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(values.full_values(model), values.named(plain), rtol=1e-4, atol=1e-5)
+    for parameter, state in optimizers[0].state.items():
+        assert state["exp_avg"].placements == state["exp_avg_sq"].placements == parameter.placements
+        assert state["exp_avg"].to_local().shape == parameter.to_local().shape
+        assert type(state["step"]) is Tensor
 
 
 @pytest.mark.spec("FS2-OPT-03")

@@ -15,7 +15,6 @@ from torch.testing import assert_close
 
 import minifsdp
 from spec_tests.harness import device, ranks
-from spec_tests.models import apis
 from spec_tests.models.gradients import assert_trains_like
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch
@@ -49,13 +48,12 @@ class Named(nn.Module):
         return len(self.blocks)
 
 
-def both(**options: Any) -> tuple[nn.Module, FSDP]:
-    """The unwrapped model, and a copy with one unit for each block and one around them."""
+def named_model(wrapper: Any = FSDP, **options: Any) -> Any:
+    """A `Named` with one unit for each block and one around them."""
     model = seeded(Named)
-    units = {index: FSDP(block, **options) for index, block in enumerate(model.blocks)}
-    for index, unit in units.items():
-        model.blocks[index] = unit
-    return seeded(Named), FSDP(model, **options)
+    for index, block in enumerate([*model.blocks]):
+        model.blocks[index] = wrapper(block, device_id=device(), **options)
+    return wrapper(model, device_id=device(), **options)
 
 
 def names_of(pairs: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -83,7 +81,7 @@ def test_module_is_the_wrapped_module_itself(keep: bool) -> None:
 @pytest.mark.spec("NAMES-08")
 @ranks(2)
 def test_wrapper_forwards_missing_attributes_to_module() -> None:
-    _, model = both()
+    model = named_model()
     plain = model.module
     assert model.label == "a plain attribute"
     assert model.enter is plain.enter
@@ -114,12 +112,12 @@ def test_wrapper_hides_no_attributes_that_torchs_wrapper_shows() -> None:
 @ranks(2)
 def test_a_model_may_have_a_mesh_of_its_own(keep: bool) -> None:
     """Defect: the wrapper has an attribute ``mesh``, and uses the value that the program sets there."""
-    plain, model = both(use_orig_params=keep)
+    model = named_model(use_orig_params=keep)
     model.module.mesh = "vertices"
     assert model.mesh == "vertices"
     model.mesh = model.device_mesh = "faces"
-    assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
     model.load_state_dict(model.state_dict())
+    assert_close(model.state_dict(), seeded(Named).state_dict(), rtol=0, atol=0)
     model(batch()).sum().backward()
     assert (model.mesh, model.device_mesh, model.module.mesh) == ("faces", "faces", "vertices")
 
@@ -145,14 +143,16 @@ def test_indexing_goes_to_the_wrapped_module() -> None:
 @flat_or_original
 @ranks(2)
 def test_inside_summon_names_are_those_of_the_plain_module(strategy: ShardingStrategy, keep: bool) -> None:
-    plain, model = both(sharding_strategy=strategy, use_orig_params=keep)
+    plain, model = seeded(Named), named_model(sharding_strategy=strategy, use_orig_params=keep)
     for _ in range(2):
         with FSDP.summon_full_params(model):
-            for listing, kind in (("named_parameters", nn.Parameter), ("named_buffers", Tensor)):
-                found, expected = list(getattr(model, listing)()), list(getattr(plain, listing)())
+            for found, expected in (
+                ([*model.named_parameters()], [*plain.named_parameters()]),
+                ([*model.named_buffers()], [*plain.named_buffers()]),
+            ):
                 assert names_of(found) == names_of(expected)
-                assert all(type(tensor) is kind for _, tensor in found)
-                assert_close([tensor for _, tensor in found], [tensor for _, tensor in expected], rtol=0, atol=0)
+                assert [type(tensor) for _, tensor in found] == [type(tensor) for _, tensor in expected]
+                assert_close(dict(found), dict(expected), rtol=0, atol=0)
             assert names_of(model.blocks[0].named_parameters()) == ["norm.weight", "norm.bias"]
         assert all(name.startswith(PREFIX) for name, _ in model.named_parameters()), "the names are restored afterwards"
         model.eval()(batch())
@@ -182,7 +182,7 @@ def test_names_outside_summon_have_the_prefix_as_in_torch(keep: bool) -> None:
     assert names == names_of(theirs.named_parameters())
     own, inner = ("enter.weight", "linear.weight") if keep else ("_flat_param", "_flat_param")
     assert {f"{PREFIX}{own}", f"{PREFIX}blocks.1.{PREFIX}{inner}"} <= set(names)
-    _, model = both(use_orig_params=keep)
+    model = named_model(use_orig_params=keep)
     assert names_of(model.named_buffers())[:2] == [f"{PREFIX}table", f"{PREFIX}blocks.0.{PREFIX}norm.running_mean"]
 
 
@@ -206,12 +206,8 @@ def test_arguments_of_named_parameters_and_named_buffers_keep_working(
         # Sorted, because torch lists the second name of a tied parameter at the end.
         return sorted(name for name, _ in getattr(module, listing)(*given, **keywords))
 
-    plain, model = both(use_orig_params=keep)
-    theirs: Any = seeded(Named)
-    options: Any = {"use_orig_params": keep, "device_id": device()}
-    for index, block in enumerate(list(theirs.blocks)):
-        theirs.blocks[index] = torch_fsdp.FullyShardedDataParallel(block, **options)
-    theirs = torch_fsdp.FullyShardedDataParallel(theirs, **options)
+    plain, model = seeded(Named), named_model(use_orig_params=keep)
+    theirs = named_model(torch_fsdp.FullyShardedDataParallel, use_orig_params=keep)
     assert names(model, **arguments) == names(theirs, **arguments)
     assert names(model, "here", False) == names(theirs, "here", False), "by position"
     with FSDP.summon_full_params(model), torch_fsdp.FullyShardedDataParallel.summon_full_params(theirs):
@@ -261,24 +257,11 @@ def test_root_only_lists_the_roots_and_two_trees_have_two(has_run: bool) -> None
 # --- access to the wrapped module ---
 
 
-@pytest.mark.spec("NAMES-10")
+@pytest.mark.spec("STATE-01")
 @flat_or_original
 @ranks(2)
-def test_state_dict_and_load_state_dict_are_called_on_the_wrapper(keep: bool) -> None:
-    plain, model = both(use_orig_params=keep)
-    assert_close(model.state_dict(), plain.state_dict(), rtol=0, atol=0)
-    assert torch.equal(model.eval().forward(batch()), plain.eval()(batch()))
-    others = {name: value + 1 for name, value in plain.state_dict().items()}
-    result = model.load_state_dict(others)
-    assert (result.missing_keys, result.unexpected_keys) == ([], [])
-    assert_close(model.state_dict(), others, rtol=0, atol=0)
-
-
-@pytest.mark.spec("STATE-01")
-@pytest.mark.parametrize("api", [apis.WRAPPED, apis.ORIGINALS], ids=str)
-@ranks(2)
-def test_a_hook_that_lists_the_parameters_in_backward_does_not_end_it(api: apis.Api) -> None:
-    model, numbers = api.shard(), []
+def test_a_hook_that_lists_the_parameters_in_backward_does_not_end_it(keep: bool) -> None:
+    model, numbers = wrapped(use_orig_params=keep), []
 
     def observe(_: nn.Module, __: Any, output: Tensor) -> None:
         if output.requires_grad:
@@ -326,16 +309,15 @@ def states_seen(model: Any, block: nn.Module) -> dict[str, list[str]]:
 @pytest.mark.cpu
 @ranks(2)
 def test_training_state_is_that_of_torch_at_each_moment(strategy: str, root: str, keep: bool) -> None:
-    def build() -> tuple[nn.Module, nn.Module]:
-        model = seeded() if root == "with parameters" else nn.Sequential(*seeded().blocks)
-        return model, (model.blocks if root == "with parameters" else model)[1]
-
-    (plain, block), (same, same_block) = build(), build()
-    seen = states_seen(wrapped(plain, sharding_strategy=ShardingStrategy[strategy], use_orig_params=keep), block)
-    torch_strategy = torch_fsdp.ShardingStrategy[strategy]
-    theirs = as_torch(same, sharding_strategy=torch_strategy, use_orig_params=keep)
-    assert seen == states_seen(theirs, same_block)
-    assert len(seen) == 7
+    seen = []
+    for shard, strategies in ((wrapped, ShardingStrategy), (as_torch, torch_fsdp.ShardingStrategy)):
+        plain = seeded()
+        block = plain.blocks[1]
+        model = plain if root == "with parameters" else nn.Sequential(*plain.blocks)
+        seen.append(states_seen(shard(model, sharding_strategy=strategies[strategy], use_orig_params=keep), block))
+    ours, theirs = seen
+    assert ours == theirs
+    assert len(ours) == 7, "moments"
 
 
 @pytest.mark.spec("NAMES-12")
