@@ -21,8 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from minifsdp.checks import agreement
 from minifsdp.checks.collective_log import log
-from minifsdp.engine.exchange import exchange, groups_of
-from minifsdp.engine.mesh import Group, MeshGroups
+from minifsdp.engine.mesh import Group
 from spec_tests import subject
 from spec_tests.checkpoint import checkpoints
 from spec_tests.harness import device, rank_among_fake_ranks, ranks
@@ -245,39 +244,23 @@ def test_call_on_one_rank_times_out_with_its_name_and_the_missing_ranks(name: st
 # --- communication before a dict is saved or loaded ---
 
 
-@pytest.mark.spec("SD-FULL-03", "SD-FULL-09", "HYB-10")
-@ranks(4)
-def test_a_refusal_goes_through_shard_then_replicate_group_to_all_ranks() -> None:
-    mesh, rank = MeshGroups.hybrid(*map(Group.of, grid())), dist.get_rank()
-    groups = groups_of([mesh, mesh])
-    assert groups == [mesh.shard, mesh.replicate], "each group once"
-    assert exchange(groups, rank * 10) == {0: 0, 1: 10, 2: 20, 3: 30}
-    agreement.refuse_together(groups, [])
-    with pytest.raises(agreement.StateDictMismatchError, match="refused on every rank") as caught:
-        agreement.refuse_together(groups, ["a key", *(["my own"] if rank == 3 else [])])
-    # Equal problems are listed once.
-    assert "rank 0, rank 1, rank 2, rank 3: a key\nrank 3: my own\n" in str(caught.value)
-    with pytest.raises(RuntimeError, match=r"key 9\nand 15 more\n.*explain-error E-state-dict-refused"):
-        agreement.refuse_together(groups, [f"key {number}" for number in range(25)] if rank == 2 else [])
-    with pytest.raises(ValueError, match=rf"rank {rank}: the state dict is refused, and nothing"):
-        agreement.refuse_together([], ["nobody was asked"])
-
-
-@pytest.mark.spec("SD-FULL-09", "OSD-LOAD-01", "HYB-10")
+@pytest.mark.spec("SD-FULL-03", "SD-FULL-09", "OSD-LOAD-01", "HYB-10")
 @checkpoints.flat_or_original
 @ranks(4)
 def test_all_replicas_of_a_hybrid_refuse_an_invalid_dict(keep: bool) -> None:
-    options = {
-        "use_orig_params": keep,
-        "sharding_strategy": subject.ShardingStrategy.HYBRID_SHARD,
-        "process_group": grid(),
-    }
-    model, optimizer = checkpoints.trained(steps=1, **options)
+    """A problem that several ranks have is listed once."""
+    hybrid = subject.ShardingStrategy.HYBRID_SHARD
+    model, optimizer = checkpoints.trained(
+        steps=1, use_orig_params=keep, sharding_strategy=hybrid, process_group=grid()
+    )
     weights, states = model.state_dict(), FSDP.optim_state_dict(model, optimizer)
+    del weights["head.bias"]
     if dist.get_rank() == 3:
         del weights["scale"], states["state"]["head.weight"]
-    with pytest.raises(RuntimeError, match=r'rank 3: Missing key\(s\) in state_dict: "scale"'):
+    with pytest.raises(RuntimeError, match="explain-error E-state-dict-refused") as caught:
         model.load_state_dict(weights)
+    assert 'rank 0, rank 1, rank 2, rank 3: Missing key(s) in state_dict: "head.bias"' in str(caught.value)
+    assert 'rank 3: Missing key(s) in state_dict: "scale"' in str(caught.value)
     with pytest.raises(RuntimeError, match=r"rank 3: key 'head\.weight': expected states"):
         FSDP.optim_state_dict_to_load(model, optimizer, states)
     given = optimizer.state_dict()
