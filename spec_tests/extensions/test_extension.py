@@ -10,30 +10,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from spec_tests.extensions.int8_shards import Holds, Int8Shards, Plain, extended, local, step_by_hand
-from spec_tests.harness import plain_tensor, ranks
-from spec_tests.models.modules import WIDTH, seeded
-from spec_tests.models.running import batch, iterate
-from spec_tests.models.sharding import grid_mesh, sharded
+from spec_tests.extensions import int8_shards
+from spec_tests.extensions.int8_shards import Int8Shards, local
+from spec_tests.harness import ranks
+from spec_tests.models import modules, running, sharding
 from spec_tests.oracles import count_collectives
 from spec_tests.subject import MixedPrecisionPolicy, fully_shard
 
+WIDTH, batch = modules.WIDTH, running.batch
+
 
 def bare(rows: int = 4) -> nn.Module:
-    return seeded(lambda: nn.Linear(WIDTH, rows, bias=False))
+    return modules.seeded(lambda: nn.Linear(WIDTH, rows, bias=False))
 
 
-def layer_of(kind: type[Holds], **options: Any) -> Any:
-    return fully_shard(extended(bare(), kind), **options)
+def layer_of(kind: type[int8_shards.Holds], **options: Any) -> Any:
+    return fully_shard(int8_shards.extended(bare(), kind), **options)
+
+
+def sharded(kind: type[int8_shards.Holds], **options: Any) -> Any:
+    """A `Stack` whose weights are of ``kind``."""
+    return sharding.sharded(int8_shards.extended(modules.seeded(), kind), **options)
 
 
 def assert_same_steps(model: Any, usual: Any) -> None:
     """Three steps of both models have bitwise equal losses and gradients."""
     for step in range(3):
-        assert iterate(model, step) == iterate(usual, step)
+        assert running.iterate(model, step) == running.iterate(usual, step)
         for (name, mine), other in zip(model.named_parameters(), usual.parameters(), strict=True):
             assert torch.equal(local(mine.grad), local(other.grad)), name
-        step_by_hand(model, usual)
+        int8_shards.step_by_hand(model, usual)
 
 
 # --- the tensors sent and the tensors used for compute ---
@@ -44,20 +50,18 @@ def assert_same_steps(model: Any, usual: Any) -> None:
 def test_layer_computes_with_weights_rebuilt_from_int8_and_the_shard_keeps_its_precision() -> None:
     layer, plain = layer_of(Int8Shards), bare()
     shards = plain.weight.detach().clone().chunk(2)
-    steps = [shard.abs().max() / 127 for shard in shards]
     with torch.no_grad():
-        plain.weight.copy_(
-            torch.cat([(shard / step).round() * step for shard, step in zip(shards, steps, strict=True)])
-        )
-    for step in range(2):
-        torch.testing.assert_close(layer(batch(step)), plain(batch(step)))
+        for row, shard in zip(plain.weight.chunk(2), shards, strict=True):
+            step = shard.abs().max() / 127
+            row.copy_((shard / step).round() * step)
+    for number in range(2):
+        torch.testing.assert_close(layer(batch(number)), plain(batch(number)))
     layer(batch()).sum().backward()
     assert isinstance(layer.weight.grad, DTensor)
     expected = sum(batch(0, rank).sum(0) for rank in range(2)) / 2
     torch.testing.assert_close(local(layer.weight.grad), expected.expand(4, WIDTH).chunk(2)[dist.get_rank()])
     layer.unshard()
-    assert type(layer.weight.data) is plain_tensor()
-    torch.testing.assert_close(layer.weight.detach(), plain.weight.detach())
+    torch.testing.assert_close(layer.weight.data, plain.weight.data, msg="a tensor of floats")
     layer.reshard()
     assert isinstance(layer.weight.to_local(), Int8Shards)
     assert torch.equal(local(layer.weight), shards[dist.get_rank()])
@@ -79,14 +83,14 @@ def test_a_quarter_of_the_bytes_is_sent() -> None:
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 @ranks(2)
 def test_an_extension_that_changes_nothing_changes_no_bit(reshard_after_forward: bool | None) -> None:
-    model = sharded(extended(seeded(), Plain), reshard_after_forward=reshard_after_forward)
-    assert_same_steps(model, sharded(reshard_after_forward=reshard_after_forward))
+    options = {"reshard_after_forward": reshard_after_forward}
+    assert_same_steps(sharded(int8_shards.Plain, **options), sharding.sharded(**options))
 
 
 # --- the two methods ---
 
 
-class Notes(Plain):
+class Notes(int8_shards.Plain):
     """Records its arguments."""
 
     given: list[Any] = []
@@ -104,7 +108,7 @@ class Notes(Plain):
 @ranks(4)
 def test_extension_methods_get_shard_mesh_full_shape_module_and_policy() -> None:
     Notes.given.clear()
-    mesh, policy = grid_mesh(), MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    mesh, policy = sharding.grid_mesh(), MixedPrecisionPolicy(reduce_dtype=torch.float32)
     layer = layer_of(Notes, mesh=mesh, mp_policy=policy)
     layer(batch())
     layer.reshard()
@@ -147,11 +151,11 @@ class Released(Int8Shards):
 @ranks(2)
 def test_gathered_tensors_that_an_extension_releases_have_no_memory_in_forward() -> None:
     Released.gathered.clear()
-    model = sharded(extended(seeded(), Released))
+    model = sharded(Released)
     seen: list[int] = []
     for block in model.blocks:
         block.register_forward_hook(lambda *_: seen.extend(t.untyped_storage().nbytes() for t in Released.gathered))
-    assert_same_steps(model, sharded(extended(seeded(), Int8Shards)))
+    assert_same_steps(model, sharded(Int8Shards))
     assert len(seen) > len(Released.gathered) > 0
     assert set(seen) == {0}
 
@@ -159,29 +163,29 @@ def test_gathered_tensors_that_an_extension_releases_have_no_memory_in_forward()
 # --- errors ---
 
 
-class OnlyBefore(Holds):
+class OnlyBefore(int8_shards.Holds):
     """Defines only the first of the two methods, by mistake."""
 
-    def fsdp_pre_all_gather(self, mesh: Any, size: Any, stride: Any, module: Any, policy: Any) -> Any:
-        return (self.inner,), None
+    fsdp_pre_all_gather = int8_shards.Plain.fsdp_pre_all_gather
 
 
-@pytest.mark.spec("FS2-EXT-03")
-@ranks(2)
-def test_class_with_only_one_extension_method_is_refused() -> None:
-    with pytest.raises((RuntimeError, TypeError, AttributeError, AssertionError), match="fsdp_post_all_gather"):
-        layer_of(OnlyBefore)(batch())
-
-
-class OnlyReleases(Holds):
+class OnlyReleases(int8_shards.Holds):
     """Defines only the optional method, by mistake."""
 
-    def fsdp_should_release_all_gather_outputs_after_post_all_gather(self) -> bool:
-        return True
+    fsdp_should_release_all_gather_outputs_after_post_all_gather = (
+        Released.fsdp_should_release_all_gather_outputs_after_post_all_gather
+    )
 
 
-@pytest.mark.spec("FS2-EXT-07")
+@pytest.mark.spec("FS2-EXT-03", "FS2-EXT-07")
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (OnlyBefore, "fsdp_post_all_gather"),
+        (OnlyReleases, r"fsdp_should_release_all_gather\w+ but not fsdp_pre_all_gather"),
+    ],
+)
 @ranks(2)
-def test_class_with_only_the_release_method_is_refused() -> None:
-    with pytest.raises(AssertionError, match=r"fsdp_should_release_all_gather\w+ but not fsdp_pre_all_gather"):
-        layer_of(OnlyReleases)
+def test_class_with_only_one_extension_method_is_refused(kind: type[int8_shards.Holds], message: str) -> None:
+    with pytest.raises(AssertionError, match=message):
+        layer_of(kind)(batch())

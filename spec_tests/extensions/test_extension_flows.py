@@ -18,19 +18,22 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from minifsdp.cases.tensor_extensions import ExtendedBucket
 from minifsdp.engine.sharded_param import Options
 from spec_tests import subject
-from spec_tests.extensions.int8_shards import Int8Shards, Plain, extended, local, step_by_hand
-from spec_tests.extensions.test_extension import bare
+from spec_tests.extensions import int8_shards
 from spec_tests.harness import device, ranks
-from spec_tests.models.buckets import OneBucket, param
-from spec_tests.models.modules import WIDTH, Stack, seeded
-from spec_tests.models.running import batch, iterate
-from spec_tests.models.stand_in import StandIn, machine
+from spec_tests.models import buckets, modules, running
+from spec_tests.models.stand_in import machine
 from spec_tests.oracles import count_collectives
 from spec_tests.subject import CPUOffloadPolicy, fully_shard
 
 __all__ = ["machine"]
 
 NARROW = torch.bfloat16
+WIDTH, batch = modules.WIDTH, running.batch
+Plain, extended, local = int8_shards.Plain, int8_shards.extended, int8_shards.local
+
+
+def plain_layer(rows: int = 4, bias: bool = True) -> Any:
+    return modules.seeded(lambda: nn.Linear(WIDTH, rows, bias))
 
 
 # --- values that change inside the tensor ---
@@ -40,7 +43,8 @@ NARROW = torch.bfloat16
 @ranks(2)
 def test_unit_that_stays_unsharded_computes_with_changed_inner_tensor() -> None:
     """Defect: PyTorch's version counters do not change, so the unit uses the values all-gathered before."""
-    plain, layer = bare(), fully_shard(extended(bare(), Plain), reshard_after_forward=False)
+    plain = plain_layer(bias=False)
+    layer = fully_shard(extended(plain_layer(bias=False), Plain), reshard_after_forward=False)
     shard = layer.weight._local_tensor
     layer(batch())
     with torch.no_grad():
@@ -53,7 +57,7 @@ def test_unit_that_stays_unsharded_computes_with_changed_inner_tensor() -> None:
 @ranks(2)
 def test_inner_tensor_of_extended_param_is_freed() -> None:
     """Defect: the DTensor keeps the parameter's attributes, and one of them is the unsharded value."""
-    layer = extended(bare(), Plain)
+    layer = extended(plain_layer(bias=False), Plain)
     whole = weakref.ref(layer.weight.inner)
     layer.weight.note = "a user's"
     fully_shard(layer)
@@ -86,7 +90,8 @@ class Striding(Plain):
 @pytest.mark.spec("FS2-EXT-02")
 @ranks(2)
 def test_tensors_with_any_strides_are_sent_and_used_in_forward(rows: int) -> None:
-    layer, usual = fully_shard(extended(bare(rows), Striding)), fully_shard(bare(rows))
+    usual = fully_shard(plain_layer(rows, bias=False))
+    layer = fully_shard(extended(plain_layer(rows, bias=False), Striding))
     for step in range(2):
         torch.testing.assert_close(layer(batch(step)), usual(batch(step)))
         for either in (layer, usual):
@@ -135,7 +140,7 @@ class CountsAsChange(Half):
 @pytest.mark.spec("FS2-EXT-01", "PROG-43")
 @ranks(2)
 def test_an_all_gather_in_low_precision_does_not_round_the_shard() -> None:
-    layer = bare()
+    layer = plain_layer(bias=False)
     expected = layer.weight.detach().chunk(2)[dist.get_rank()].clone()
     assert not torch.equal(expected, expected.to(NARROW).to(expected.dtype))
     fully_shard(extended(layer, CountsAsChange))
@@ -159,22 +164,35 @@ def filled(model: nn.Module) -> nn.Module:
 def trained(model: nn.Module) -> list[float]:
     losses = []
     for step in range(3):
-        losses.append(iterate(model, step))
-        step_by_hand(model)
+        losses.append(running.iterate(model, step))
+        int8_shards.step_by_hand(model)
     return losses
 
 
+def patched(model: Any) -> Any:
+    """Sets the two methods on the local tensors of all weights, without a class."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("weight"):
+            mine = parameter._local_tensor
+            mine.fsdp_pre_all_gather = functools.partial(narrowed, mine)
+            mine.fsdp_post_all_gather = widened
+    return model
+
+
 @pytest.mark.parametrize("policy", [{}, {"param_dtype": NARROW, "reduce_dtype": torch.float32}])
-@pytest.mark.spec("FS2-EXT-05")
+@pytest.mark.parametrize("is_patched", [False, True])
+@pytest.mark.spec("FS2-EXT-05", "FS2-EXT-06")
 @ranks(2)
-def test_model_from_the_meta_device_trains_like_in_torch(policy: dict[str, Any]) -> None:
+def test_model_from_the_meta_device_trains_like_in_torch(is_patched: bool, policy: dict[str, Any]) -> None:
+    """The class of the weights has the two methods, or each local tensor has them."""
     models = []
     for library in (subject, torch_fsdp):
         with torch.device("meta"):
-            model = extended(Stack(), Half)
+            model = modules.Stack() if is_patched else extended(modules.Stack(), Half)
         for module in (*model.blocks, model):
             library.fully_shard(module, mp_policy=library.MixedPrecisionPolicy(**policy))
-        models.append(filled(model))
+        filled(model)
+        models.append(patched(model) if is_patched else model)
     ours, theirs = models
     assert trained(ours) == trained(theirs)
     for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -185,40 +203,10 @@ def test_model_from_the_meta_device_trains_like_in_torch(policy: dict[str, Any])
 # --- methods that are set on a tensor instance ---
 
 
-def patched(model: nn.Module) -> nn.Module:
-    """Sets the two methods on the local tensors of all weights, without a class."""
-    for name, parameter in model.named_parameters():
-        if name.endswith("weight"):
-            mine = parameter._local_tensor
-            mine.fsdp_pre_all_gather = functools.partial(narrowed, mine)
-            mine.fsdp_post_all_gather = widened
-    return model
-
-
-@pytest.mark.parametrize("from_meta", [False, True])
-@pytest.mark.spec("FS2-EXT-06")
-@ranks(2)
-def test_extension_methods_set_on_a_local_tensor_work_like_those_of_its_class(from_meta: bool) -> None:
-    models = []
-    for shard in (fully_shard, torch_fsdp.fully_shard, fully_shard):
-        with torch.device("meta" if from_meta else device()):
-            model = Stack() if from_meta else seeded()
-        for module in (*model.blocks, model):
-            shard(module)
-        models.append(filled(model) if from_meta else model)
-    ours, theirs, plain = models
-    losses = trained(patched(ours))
-    assert losses == trained(patched(theirs))
-    assert losses != trained(plain), "the extension changes the values"
-    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert torch.equal(local(mine), local(other))
-
-
 @pytest.mark.spec("FS2-EXT-06")
 @ranks(2)
 def test_patched_uneven_weight_sends_half_the_bytes() -> None:
-    layer, usual = (fully_shard(seeded(lambda: nn.Linear(WIDTH, 3))) for _ in range(2))
-    patched(layer)
+    layer, usual = patched(fully_shard(plain_layer(3))), fully_shard(plain_layer(3))
     mine = layer.weight._local_tensor
     with count_collectives() as counts:
         output = layer(batch())
@@ -231,9 +219,8 @@ def test_patched_uneven_weight_sends_half_the_bytes() -> None:
 @pytest.mark.spec("FS2-EXT-06")
 @ranks(2)
 def test_a_patched_weight_on_the_cpu_is_moved_when_it_is_sent() -> None:
-    layer = seeded(lambda: nn.Linear(WIDTH, 4))
-    patched(fully_shard(layer, offload_policy=CPUOffloadPolicy(pin_memory=False)))
-    usual = patched(fully_shard(seeded(lambda: nn.Linear(WIDTH, 4))))
+    layer = patched(fully_shard(plain_layer(), offload_policy=CPUOffloadPolicy(pin_memory=False)))
+    usual = patched(fully_shard(plain_layer()))
     for either in (layer, usual):
         either(batch()).sum().backward()
     assert layer.weight.grad.device.type == layer.weight.device.type == "cpu"
@@ -243,17 +230,16 @@ def test_a_patched_weight_on_the_cpu_is_moved_when_it_is_sent() -> None:
 @pytest.mark.spec("FS2-EXT-06")
 @ranks(2)
 def test_weight_replaced_by_an_ordinary_tensor_is_all_gathered_without_extension() -> None:
-    layer = patched(fully_shard(seeded(lambda: nn.Linear(WIDTH, 4))))
+    layer = patched(fully_shard(plain_layer()))
     layer(batch())
     layer.load_state_dict({name: value.detach().clone() for name, value in layer.state_dict().items()}, assign=True)
-    usual = fully_shard(seeded(lambda: nn.Linear(WIDTH, 4)))
-    assert torch.equal(layer(batch()), usual(batch()))
+    assert torch.equal(layer(batch()), fully_shard(plain_layer())(batch()))
 
 
 @pytest.mark.spec("FS2-EXT-03")
 @ranks(2)
 def test_local_tensor_with_only_one_extension_method_is_refused() -> None:
-    layer = fully_shard(nn.Linear(WIDTH, 4, device=device()))
+    layer = fully_shard(plain_layer())
     layer.weight._local_tensor.fsdp_post_all_gather = widened
     with pytest.raises(AssertionError, match="fsdp_pre_all_gather"):
         layer(batch())
@@ -266,11 +252,11 @@ def test_local_tensor_with_only_one_extension_method_is_refused() -> None:
 @pytest.mark.cpu
 @pytest.mark.spec("STREAM-04", "FS2-EXT-02")
 @pytest.mark.proof("order only")
-def test_all_gather_of_the_tensors_of_one_rank_is_awaited(machine: StandIn) -> None:
-    one, value = param(torch.Size([4, 2]), 0, None), torch.ones(4, 2)
+def test_all_gather_of_the_tensors_of_one_rank_is_awaited(machine: Any) -> None:
+    one, value = buckets.param(torch.Size([4, 2]), 0, None), torch.ones(4, 2)
     one.mesh, one.use_leaf = SimpleNamespace(ndim=1), lambda leaf, reduce_dtype: None
-    bucket: Any = ExtendedBucket(one, Int8Shards(value), Options(torch.device("cpu")))
-    layout = OneBucket(bucket)
+    bucket: Any = ExtendedBucket(one, int8_shards.Int8Shards(value), Options(torch.device("cpu")))
+    layout = buckets.OneBucket(bucket)
     layout.all_gather(machine.comm_streams())
     layout.wait()
     assert machine.log == ["compute waits for gather"] * 2

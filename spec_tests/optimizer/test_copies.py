@@ -14,11 +14,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from spec_tests.harness import ranks
-from spec_tests.models.apis import ORIGINALS, Api, every_setting, wrapper_apis, wrapper_settings
-from spec_tests.models.modules import seeded
-from spec_tests.models.running import batch, iterate, loss_of
-from spec_tests.models.sharding import SHARD_GRAD_OP, sharded
-from spec_tests.models.values import assert_same, full_values, named
+from spec_tests.models import apis, running
+from spec_tests.models.gradients import assert_trains_like
+from spec_tests.models.modules import Block, seeded
+from spec_tests.models.values import assert_same
+
+batch, iterate, loss_of = running.batch, running.iterate, running.loss_of
 
 COPIES: dict[str, Callable[[Any], Any]] = {
     r"torch\.save": lambda model: torch.save(model, io.BytesIO()),
@@ -29,9 +30,9 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.spec("PROG-03", "NEW-22")
 @pytest.mark.parametrize("name", COPIES)
-@every_setting
+@apis.every_setting
 @ranks(2)
-def test_a_copy_of_a_sharded_model_raises_with_remedy(api: Api, strategy: Any, name: str) -> None:
+def test_a_copy_of_a_sharded_model_raises_with_remedy(api: apis.Api, strategy: Any, name: str) -> None:
     model = api.shard(strategy=strategy)
 
     def check() -> None:
@@ -48,9 +49,9 @@ def test_a_copy_of_a_sharded_model_raises_with_remedy(api: Api, strategy: Any, n
 
 @pytest.mark.spec("NEW-22")
 @pytest.mark.parametrize("runs_first", [False, True])
-@wrapper_apis
+@apis.wrapper_apis
 @ranks(2)
-def test_shallow_copy_of_a_wrapper_trains_the_same_parameters(api: Api, runs_first: bool) -> None:
+def test_shallow_copy_of_a_wrapper_trains_the_same_parameters(api: apis.Api, runs_first: bool) -> None:
     model = api.shard()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if runs_first:
@@ -69,27 +70,27 @@ def test_shallow_copy_of_a_wrapper_trains_the_same_parameters(api: Api, runs_fir
 @pytest.mark.spec("PROG-04")
 @ranks(2)
 def test_layer_of_the_root_unit_can_be_copied() -> None:
-    model = sharded()
+    model, plain = apis.FULLY_SHARD.shard(), seeded()
     duplicate = copy.deepcopy(model.enter)
     with torch.no_grad():
         for parameter in duplicate.parameters():
             parameter.zero_()
-    assert not any(value.any() for value in full_values(duplicate).values())
-    assert_same(full_values(model), named(seeded()), bitwise=True)
     # Between forward and backward, the root's parameters are unsharded, and the copy is a plain layer.
     loss = loss_of(model(batch()))
-    plain = copy.deepcopy(model.enter)
-    assert torch.equal(plain(batch()), seeded().enter(batch()))
-    plain.state_dict()
+    layer = copy.deepcopy(model.enter)
+    assert torch.equal(layer(batch()), plain.enter(batch()))
+    assert_same(layer.state_dict(), plain.enter.state_dict())
     loss.backward()
-    assert torch.equal(model(batch()), sharded()(batch()))
+    assert not any(value.any() for value in apis.FULLY_SHARD.values(duplicate).values())
+    model.zero_grad()
+    assert_trains_like(model)
 
 
 @pytest.mark.spec("PROG-05")
 @pytest.mark.not_simulated("the package inspects plain tensors only")
 @ranks(2)
 def test_late_optimizer_takes_parameters_or_raises_by_name() -> None:
-    plain, model = seeded(), ORIGINALS.shard(strategy=SHARD_GRAD_OP)
+    model = apis.ORIGINALS.shard(strategy=apis.SHARD_GRAD_OP)
     early = torch.optim.SGD(list(model.parameters())[:1], lr=0.1)
     loss = loss_of(model(batch()))
     for late in (
@@ -100,20 +101,22 @@ def test_late_optimizer_takes_parameters_or_raises_by_name() -> None:
     ):
         with pytest.raises(RuntimeError, match=r"rank \d: a parameter of shape \(.*before the forward or after the"):
             late()
+    loss.backward()
+    model.zero_grad()
+
+    def loss_with_penalty(each: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(each(x))
+        return loss + sum(parameter.square().sum() for parameter in each.parameters())
+
     # The parameters can be read, and a penalty on them is trained.
-    (loss + sum(parameter.square().sum() for parameter in model.parameters())).backward()
-    loss = sum(loss_of(plain(batch(rank=rank))) for rank in range(2)) / 2
-    (loss + sum(parameter.square().sum() for parameter in plain.parameters())).backward()
-    for each in (model, plain):
-        torch.optim.SGD(each.parameters(), lr=0.1).step()
-    assert_same(full_values(model), named(plain), bitwise=False)
+    assert_trains_like(model, loss=loss_with_penalty, bitwise=False)
 
 
 @pytest.mark.spec("PROG-05")
 @pytest.mark.parametrize("before", ["step", "evaluation"])
-@wrapper_settings
+@apis.wrapper_settings
 @ranks(2)
-def test_optimizer_after_a_step_or_an_evaluation_trains(api: Api, strategy: Any, before: str) -> None:
+def test_optimizer_after_a_step_or_an_evaluation_trains(api: apis.Api, strategy: Any, before: str) -> None:
     model, other = api.shard(strategy=strategy), api.shard(strategy=strategy)
     with torch.set_grad_enabled(before == "step"):
         output = model(batch())
@@ -124,15 +127,15 @@ def test_optimizer_after_a_step_or_an_evaluation_trains(api: Api, strategy: Any,
         optimizer = torch.optim.SGD(list(each.parameters())[:1], lr=0.1)
         optimizer.add_param_group({"params": list(each.parameters())[1:]})
         iterate(each, 0, optimizer)
-    assert_same(full_values(model), full_values(other), bitwise=True)
-    assert not torch.equal(full_values(model)["enter.weight"], seeded().enter.weight)
+    assert_same(api.values(model), api.values(other), bitwise=True)
+    assert not torch.equal(api.values(model)["enter.weight"], seeded().enter.weight)
 
 
 @pytest.mark.spec("PROG-07")
-@pytest.mark.parametrize("blocks", [(), range(4)])
+@pytest.mark.parametrize("unit_classes", [(), (Block,)])
 @ranks(2)
-def test_ddp_around_fully_shard_raises_by_name(blocks: tuple[int, ...]) -> None:
-    model = sharded(blocks=blocks)
+def test_ddp_around_fully_shard_raises_by_name(unit_classes: Any) -> None:
+    model = apis.FULLY_SHARD.shard(unit_classes=unit_classes)
     with pytest.raises(RuntimeError, match=r"rank \d: parameter '.*' is sharded.*DistributedDataParallel"):
         DistributedDataParallel(model)
-    iterate(model)
+    assert_trains_like(model)
