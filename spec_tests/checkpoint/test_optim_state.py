@@ -178,53 +178,48 @@ def test_optimizer_with_names_lists_original_names(keep: bool) -> None:
 # --- kinds of states ---
 
 
-@pytest.mark.spec("OSD-04", "OSD-06", "OSD-LOAD-01")
+def set_every_dtype(name: str, entries: dict[str, Any]) -> None:
+    entries.update(
+        exp_avg=entries["exp_avg"].bfloat16(),
+        # float32 cannot represent this value.
+        double=torch.tensor(1 / 3, dtype=torch.float64),
+        whole=torch.tensor(3, dtype=torch.int32),
+        truth=torch.tensor(True),
+        complex=torch.tensor(1 + 2j, dtype=torch.complex64),
+        note=2.5,
+        nothing=None,
+    )
+
+
+def set_two_dtypes(name: str, entries: dict[str, Any]) -> None:
+    """The states of the weights have a value that bfloat16 cannot represent. Only original parameters may differ."""
+    dtype = torch.bfloat16 if name.endswith("bias") else torch.float32
+    entries["exp_avg"] = torch.full_like(entries["exp_avg"], 1 / 3, dtype=dtype)
+
+
+@pytest.mark.spec("OSD-04", "OSD-06", "OSD-08", "OSD-LOAD-01")
+@pytest.mark.parametrize(
+    ("keep", "change"), [(False, set_every_dtype), (True, set_every_dtype), (True, set_two_dtypes)]
+)
+@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
 @each_form
-@checkpoints.flat_or_original
 @ranks(2)
-def test_state_keeps_its_dtype_when_saved_and_loaded(keep: bool, form: str) -> None:
-    model, optimizer = checkpoints.trained(steps=1, use_orig_params=keep)
+def test_state_keeps_its_dtype_when_saved_and_loaded(form: str, strategy: Any, keep: bool, change: Any) -> None:
+    model, optimizer = checkpoints.trained(steps=1, use_orig_params=keep, sharding_strategy=strategy)
     expected = FSDP.optim_state_dict(model, optimizer)["state"]
     given = copy.deepcopy(optimizer.state_dict())
-    for entries in [*given["state"].values(), *expected.values()]:
-        entries.update(
-            exp_avg=entries["exp_avg"].bfloat16(),
-            # float32 cannot represent this value.
-            double=torch.tensor(1 / 3, dtype=torch.float64),
-            whole=torch.tensor(3, dtype=torch.int32),
-            truth=torch.tensor(True),
-            complex=torch.tensor(1 + 2j, dtype=torch.complex64),
-            note=2.5,
-            nothing=None,
-        )
+    names = [name for name, _ in model.named_parameters()]
+    for number, entries in given["state"].items():
+        change(names[number], entries)
+    for name, entries in expected.items():
+        change(name, entries)
     checkpoints.set_form(model, form)
     states = FSDP.optim_state_dict(model, optimizer, given)
     loadable = FSDP.optim_state_dict_to_load(model, optimizer, states)
     checkpoints.assert_same_state(loadable["state"], given["state"])
     if form != "rank 0":
         checkpoints.assert_same_state(full_states(states), expected)
-
-
-@pytest.mark.spec("OSD-04", "OSD-08", "OSD-LOAD-01")
-@pytest.mark.parametrize("strategy", [FULL_SHARD, NO_SHARD])
-@each_form
-@ranks(2)
-def test_only_original_parameters_of_one_unit_may_have_a_state_in_two_dtypes(form: str, strategy: Any) -> None:
-    """The states of the biases have bfloat16, and those of the weights have a value that bfloat16 cannot represent."""
-    model, optimizer = checkpoints.trained(steps=1, use_orig_params=True, sharding_strategy=strategy)
-    expected = FSDP.optim_state_dict(model, optimizer)["state"]
-    given = copy.deepcopy(optimizer.state_dict())
-    names = [name for name, _ in model.named_parameters()]
-    by_name = {names[number]: entries for number, entries in given["state"].items()}
-    for name, entries in [*expected.items(), *by_name.items()]:
-        dtype = torch.bfloat16 if name.endswith("bias") else torch.float32
-        entries["exp_avg"] = torch.full_like(entries["exp_avg"], 1 / 3, dtype=dtype)
-    checkpoints.set_form(model, form)
-    states = FSDP.optim_state_dict(model, optimizer, given)
-    checkpoints.assert_same_state(FSDP.optim_state_dict_to_load(model, optimizer, states)["state"], given["state"])
-    if form != "rank 0":
-        checkpoints.assert_same_state(full_states(states), expected)
-    if strategy is FULL_SHARD:
+    if change is set_two_dtypes and strategy is FULL_SHARD:
         flat, of_flat = checkpoints.trained(steps=1)
         checkpoints.set_form(flat, form)
         with pytest.raises(RuntimeError, match=r"'exp_avg': a flat parameter stores it only once"):
@@ -236,21 +231,19 @@ def test_only_original_parameters_of_one_unit_may_have_a_state_in_two_dtypes(for
 
 ON_RANK_1 = r"optimizer state 'factors' of 'first\.0\.weight': expected .* on rank 1"
 TWO_DTYPES = r"'exp_avg_sq' of 'first\.0\.weight': expected.*float32\) as on rank 0, found.*float64\) on rank 1"
-# A change of the states of each parameter on rank 1, or of the whole dict, and the message on all ranks.
-DIFFERENCES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "step": (lambda entries: entries["step"].add_(1), r"'step'.*expected 1\.0 .*found 2\.0 .* on rank 1"),
-    "dtype": (lambda entries: entries.update(exp_avg_sq=entries["exp_avg_sq"].double()), TWO_DTYPES),
-    "dtype in a list": (lambda entries: entries.update(factors=[torch.ones(2).double()]), ON_RANK_1),
-    "length of a list": (lambda entries: entries["factors"].append(torch.ones(2)), ON_RANK_1),
-}
-OF_THE_DICT: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "no state": (lambda given: given["state"].clear(), r"on rank\(s\) \[0\] and not on rank\(s\) \[1\]"),
-    "parameter": (lambda given: given["param_groups"][0]["params"].append(99), r"rank 1: .*expected \d parameters in"),
+# A change of the dict on rank 1, or of its states of one parameter, and the message on all ranks.
+DIFFERENCES: dict[str, tuple[Callable[[dict[str, Any], dict[str, Any]], Any], str]] = {
+    "step": (lambda given, one: one["step"].add_(1), r"'step'.*expected 1\.0 .*found 2\.0 .* on rank 1"),
+    "dtype": (lambda given, one: one.update(exp_avg_sq=one["exp_avg_sq"].double()), TWO_DTYPES),
+    "dtype in a list": (lambda given, one: one.update(factors=[torch.ones(2).double()]), ON_RANK_1),
+    "length of a list": (lambda given, one: one["factors"].append(torch.ones(2)), ON_RANK_1),
+    "no state": (lambda given, one: given["state"].clear(), r"on rank\(s\) \[0\] and not on rank\(s\) \[1\]"),
+    "parameter": (lambda given, one: given["param_groups"][0]["params"].append(99), r"rank 1: .*expected \d param"),
 }
 
 
 @pytest.mark.spec("OSD-01", "OSD-08")
-@pytest.mark.parametrize("difference", [*DIFFERENCES, *OF_THE_DICT])
+@pytest.mark.parametrize("difference", DIFFERENCES)
 @checkpoints.flat_or_original
 @ranks(2)
 def test_states_that_differ_between_the_ranks_are_refused_on_all_ranks(keep: bool, difference: str) -> None:
@@ -258,10 +251,10 @@ def test_states_that_differ_between_the_ranks_are_refused_on_all_ranks(keep: boo
     for entries in optimizer.state.values():
         entries["factors"] = [torch.ones(2)]
     given = copy.deepcopy(optimizer.state_dict())
-    change, message = (DIFFERENCES | OF_THE_DICT)[difference]
+    change, message = DIFFERENCES[difference]
     if dist.get_rank() == 1:
-        for changed in [given] if difference in OF_THE_DICT else given["state"].values():
-            change(changed)
+        for entries in [*given["state"].values()]:
+            change(given, entries)
     with pytest.raises(RuntimeError, match=message) as caught:
         FSDP.optim_state_dict(model, optimizer, given)
     assert f"rank {dist.get_rank()}" in str(caught.value)
