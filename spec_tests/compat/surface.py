@@ -162,16 +162,14 @@ def facts_of(name: str, value: Any, other: Any) -> Facts:
 
 
 def described(theirs: list[str] | None, ours: list[str] | None) -> str:
-    """The difference between two facts; empty if there is none."""
+    """The difference between two facts."""
     if ours is None:
         return "missing"
     if theirs is None:
         return "only here"
     parts = [f"without `{word}`" for word in theirs if word not in ours]
     parts += [f"with `{word}`" for word in ours if word not in theirs]
-    if not parts and theirs != ours:
-        parts = ["in another order"]
-    return ", ".join(parts)
+    return ", ".join(parts) or "in another order"
 
 
 def differences_of(name: str, theirs: Any, ours: Any) -> dict[str, str]:
@@ -180,8 +178,8 @@ def differences_of(name: str, theirs: Any, ours: Any) -> dict[str, str]:
         return {name: "missing"}
     expected = facts_of(name, theirs, ours)
     present = facts_of(name, ours, theirs)
-    found = {key: described(expected.get(key), present.get(key)) for key in {**expected, **present}}
-    return {key: difference for key, difference in found.items() if difference}
+    different = [key for key in {**expected, **present} if expected.get(key) != present.get(key)]
+    return {key: described(expected.get(key), present.get(key)) for key in different}
 
 
 def differences() -> dict[str, str]:
@@ -191,7 +189,7 @@ def differences() -> dict[str, str]:
     for prefix, torch_path, path in MODULES:
         theirs, ours = importlib.import_module(torch_path), importlib.import_module(path)
         for name in names_of(theirs):
-            pair = vars(theirs)[name], getattr(ours, name, None)
+            pair = getattr(theirs, name), getattr(ours, name, None)
             # The same pair of objects can have several paths. The first one names it.
             ids = id(pair[0]), id(pair[1])
             if ids not in compared:

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,8 +121,7 @@ def described(value: Any) -> Any:
 
 def values_of(model: nn.Module) -> Any:
     """All full parameters, by the names of the plain model."""
-    found = functions.get_model_state_dict(model, options=StateDictOptions(**FULL))
-    return {name: described(value) for name, value in found.items()}
+    return functions.get_model_state_dict(model, options=StateDictOptions(**FULL))
 
 
 # --- calls ---
@@ -151,30 +149,20 @@ def get_a_part_of_a_unit(run: Run, other: Run, options: StateDictOptions) -> Any
 
 
 def saved(get: Call, run: Run, options: StateDictOptions) -> Any:
-    return copy.copy(get(run, run, replace(options, broadcast_from_rank0=False, strict=True)))
-
-
-def given(state: Any, options: StateDictOptions) -> Any:
-    return {} if options.broadcast_from_rank0 and dist.get_rank() else state
+    """The state of ``run``, to be loaded with ``options``."""
+    state = get(run, run, replace(options, broadcast_from_rank0=False, strict=True))
+    return {} if options.broadcast_from_rank0 and dist.get_rank() else copy.copy(state)
 
 
 def set_model(run: Run, other: Run, options: StateDictOptions) -> Any:
-    state = given(saved(get_model, run, options), options)
-    result = functions.set_model_state_dict(other[0], state, options=options)
-    return [list(result.missing_keys), list(result.unexpected_keys), values_of(other[0])]
+    result = functions.set_model_state_dict(other[0], saved(get_model, run, options), options=options)
+    return [result.missing_keys, result.unexpected_keys, values_of(other[0])]
 
 
 def set_optimizer(run: Run, other: Run, options: StateDictOptions) -> Any:
-    state = given(saved(get_optimizer, run, options), options)
-    functions.set_optimizer_state_dict(*other, state, options=options)
+    functions.set_optimizer_state_dict(*other, saved(get_optimizer, run, options), options=options)
     train(*other, 2)
     return values_of(other[0])
-
-
-TORCH = SimpleNamespace(
-    FullyShardedDataParallel=torch_fsdp.FullyShardedDataParallel, fully_shard=torch_fsdp.fully_shard
-)
-OURS = SimpleNamespace(FullyShardedDataParallel=subject.FullyShardedDataParallel, fully_shard=subject.fully_shard)
 
 
 def result_of(
@@ -224,11 +212,11 @@ def test_a_function_of_torch_returns_what_it_returns_for_torchs_fsdp(
     if names == "kept" and layout != "per-parameter" and call in OF_OPTIMIZERS:
         # torch's functions call static methods of torch's wrapper for these states.
         with pytest.raises(AttributeError, match=rf"rank {dist.get_rank()}: .*from minifsdp"):
-            result_of(OURS, call, layout, choices, steps)
+            result_of(subject, call, layout, choices, steps)
         return
-    expected = result_of(TORCH, call, layout, choices, steps)
+    expected = result_of(torch_fsdp, call, layout, choices, steps)
     with replaced_names() if names == "replaced" else contextlib.nullcontext():
-        assert result_of(OURS, call, layout, choices, steps) == expected
+        assert result_of(subject, call, layout, choices, steps) == expected
 
 
 @pytest.mark.spec("PROG-98")
@@ -240,9 +228,9 @@ def test_a_function_of_torch_returns_what_it_returns_for_torchs_fsdp(
 def test_a_program_that_replaced_torchs_names_saves_and_loads_each_structure(
     call: Any, choices: dict[str, Any], layout: str, structure: str
 ) -> None:
-    expected = result_of(TORCH, call, layout, choices, structure=structure)
+    expected = result_of(torch_fsdp, call, layout, choices, structure=structure)
     with replaced_names():
-        assert result_of(OURS, call, layout, choices, structure=structure) == expected
+        assert result_of(subject, call, layout, choices, structure=structure) == expected
 
 
 @pytest.mark.spec("PROG-64", "PROG-98")
@@ -251,6 +239,6 @@ def test_a_program_that_replaced_torchs_names_saves_and_loads_each_structure(
 @ranks(2)
 def test_two_optimizers_of_one_model_are_saved_and_loaded(choices: dict[str, Any], layout: str) -> None:
     arguments = set_optimizer, layout, choices, 1, "root without parameters", two_optimizers
-    expected = result_of(TORCH, *arguments)
+    expected = result_of(torch_fsdp, *arguments)
     with replaced_names():
-        assert result_of(OURS, *arguments) == expected
+        assert result_of(subject, *arguments) == expected
