@@ -13,12 +13,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
-from spec_tests import subject
 from spec_tests.checkpoint import checkpoints
-from spec_tests.checkpoint.checkpoints import flat_or_original, make, set_form, train
+from spec_tests.checkpoint.checkpoints import make, set_form, train
 from spec_tests.harness import device, ranks
+from spec_tests.subject import FullyShardedDataParallel as FSDP
 
-FSDP, TORCH = subject.FullyShardedDataParallel, torch_fsdp.FullyShardedDataParallel
+TORCH = torch_fsdp.FullyShardedDataParallel
 
 
 def in_torch(model: nn.Module, **options: Any) -> Any:
@@ -46,7 +46,7 @@ FORMS = [*((name, "full") for name in METHODS), *((name, "sharded") for name in 
 @pytest.mark.spec("SD-FULL-02", "SD-FULL-08", "SD-SHARD-01", "SD-SHARD-03", "OSD-03", "OSD-04", "OSD-06")
 @pytest.mark.spec("OSD-LOAD-01", "OSD-LOAD-03")
 @pytest.mark.parametrize(("name", "form"), FORMS)
-@flat_or_original
+@checkpoints.flat_or_original
 @ranks(2)
 def test_torch_continues_our_training_and_we_continue_that_of_torch(keep: bool, name: str, form: str) -> None:
     """With two ranks the losses are bitwise equal, since a mean of two numbers has no order."""
@@ -64,9 +64,9 @@ def test_torch_continues_our_training_and_we_continue_that_of_torch(keep: bool, 
     weights, states = get_state_dict(theirs, their_optimizer, options=options)
     set_form(again, form)
     again.load_state_dict(weights)
-    set_form(again, "full")
-    set_form(ours, "full")
-    torch.testing.assert_close(again.state_dict(), ours.state_dict(), rtol=0.0, atol=0.0)
+    for each in (again, ours):
+        set_form(each, "full")
+    checkpoints.assert_same_state(again.state_dict(), ours.state_dict())
     # On the CPU, torch's wrapper saves one buffer for all states of an original parameter (seen with torch 2.13).
     if (name, form) != ("fsdp1-original", "full"):
         set_form(again, form)
@@ -83,32 +83,33 @@ def test_sharded_bfloat16_checkpoint_of_torch_is_read_although_a_rank_has_no_row
     with TORCH.state_dict_type(theirs, torch_fsdp.StateDictType.SHARDED_STATE_DICT):
         ours.load_state_dict(theirs.state_dict())
     set_form(ours, "full")
-    torch.testing.assert_close(ours.state_dict(), make().bfloat16().state_dict(), rtol=0.0, atol=0.0)
+    checkpoints.assert_same_state(ours.state_dict(), make().bfloat16().state_dict())
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.spec("SD-FULL-02", "SD-FULL-08", "SD-SHARD-01", "SD-LOCAL-01", "SD-LOCAL-03")
 @pytest.mark.parametrize("form", ["full", "sharded", "local"])
-@flat_or_original
+@checkpoints.flat_or_original
 @ranks(2)
 def test_column_major_weights_move_in_both_directions(keep: bool, form: str) -> None:
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).to(device())
     for parameter in plain.parameters():
         parameter.data = parameter.data.t().contiguous().t()
-    expected = {name: value.clone() for name, value in plain.state_dict().items()}
-    theirs = in_torch(copy.deepcopy(plain))
-    ours, other = (checkpoints.wrapped(copy.deepcopy(plain), use_orig_params=keep) for _ in range(2))
+    expected = plain.state_dict()
+    theirs, *both = (copy.deepcopy(plain) for _ in range(3))
+    theirs = in_torch(theirs)
+    ours, other = (checkpoints.wrapped(each, use_orig_params=keep) for each in both)
     for parameter in (*theirs.parameters(), *other.parameters()):
         parameter.data.zero_()
     TORCH.set_state_dict_type(theirs, torch_fsdp.StateDictType[checkpoints.FORMS[form][0].name])
     set_form(ours, form)
     theirs.load_state_dict({name.replace("flat_", "_flat_"): value for name, value in ours.state_dict().items()})
     with TORCH.summon_full_params(theirs):
-        torch.testing.assert_close(dict(theirs.module.state_dict()), expected, rtol=0.0, atol=0.0)
+        checkpoints.assert_same_state(theirs.module.state_dict(), expected)
     # torch refuses to save these matrices in sharded form.
     if form != "sharded":
         set_form(other, form)
         other.load_state_dict(theirs.state_dict())
         set_form(other, "full")
-        torch.testing.assert_close(dict(other.state_dict()), expected, rtol=0.0, atol=0.0)
+        checkpoints.assert_same_state(other.state_dict(), expected)

@@ -46,7 +46,7 @@ def stored_by_file(path: Path) -> tuple[Counter[str], int]:
 
 
 @pytest.mark.cpu
-@pytest.mark.spec("SCALE-01", "SCALE-02", "SCALE-03")
+@pytest.mark.spec("SCALE-01", "SCALE-02", "SCALE-03", "FS2-SD-12")
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
 @pytest.mark.parametrize("api", ["flat", "fully_shard"])
 @ranks(8, timeout=150.0)
