@@ -8,19 +8,17 @@ become links.
 import re
 from collections.abc import Callable, Iterator
 from html import escape
-from itertools import groupby
 from textwrap import dedent
 
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
 from pygments.lexers import PythonLexer
-from pygments.token import STANDARD_TYPES, Token
 
 from docs_build.reading.text import table
 
 SECTION = re.compile(r"^(Args|Attributes|Returns|Raises|Yields|Worked example):$")
 TABLE = re.compile(r"^={3,}( +={3,})+$")
 ITEM = re.compile(r"^(\d+\.|[*-]) ")
-# Styles without a colour in any theme: names of all kinds, and blanks.
-PLAIN = ("", "n", "w")
 EXTENSIONS = ["tables", "fenced_code", "sane_lists", "attr_list"]
 
 
@@ -113,37 +111,38 @@ def inline(text: str, *, is_markdown: bool = False) -> str:
 
 # --- links ---
 
-_PIECE = re.compile(r"(<[^>]*>)")
+# Elements whose text gets no links, other tags, or else the searched words.
+_CLOSED = "a|h[1-4]|svg|script|style|summary|button|label"
 
 
 def link_words(html: str, pattern: re.Pattern[str], link: Callable[[str], str | None]) -> str:
-    """Links matches of ``pattern`` in the text of ``html``, outside of links, headings, code blocks and SVG.
+    """Links matches of ``pattern`` in the text of ``html``, outside of links, headings, labels and SVG.
 
     Args:
         html: a page or a part of one.
         pattern: the pattern to find.
         link: returns the address for a match, or ``None`` for no link.
     """
-    closed = ("a", "h1", "h2", "h3", "h4", "svg", "script", "style", "summary", "button", "label")
-    out, depth = [], 0
-    for piece in _PIECE.split(html):
-        if piece.startswith("<"):
-            tag = re.match(r"</?([a-zA-Z0-9]+)", piece)
-            if tag and tag[1].lower() in closed and not piece.endswith("/>"):
-                depth += -1 if piece.startswith("</") else 1
-            out.append(piece)
-        elif depth or not piece.strip():
-            out.append(piece)
-        else:
-            out.append(pattern.sub(lambda m: _anchor(m[0], link(m[0])), piece))
-    return "".join(out)
+
+    def linked(found: re.Match[str]) -> str:
+        return _anchor(found["word"], link(found["word"])) if found["word"] else found[0]
+
+    skipped = rf"<({_CLOSED})\b.*?</\1>|<[^>]*>"
+    return re.sub(rf"{skipped}|(?P<word>{pattern.pattern})", linked, html, flags=re.DOTALL)
 
 
 def _anchor(text: str, address: str | None) -> str:
-    return text if address is None else f'<a href="{escape(address)}">{text}</a>'
+    return f'<a href="{escape(address)}">{text}</a>' if address else text
 
 
 # --- code ---
+
+_NAME = re.compile(r'<span class="(n\w?|fm)">(\w+)</span>')
+_DOT = '<span class="o">.</span>'
+# The only name before a dot.
+_OWNER = re.compile(rf'(?<!\.</span>)<span class="\w+">(\w+)</span>{re.escape(_DOT)}$')
+# Names and blanks have no colour in any theme.
+_PLAIN = re.compile(r'<span class="[nw]">(.*?)</span>')
 
 
 def highlight_lines(text: str, link: Callable[[str, str], str | None] = lambda owner, name: None) -> list[str]:
@@ -153,42 +152,15 @@ def highlight_lines(text: str, link: Callable[[str, str], str | None] = lambda o
         text: the source.
         link: returns the address of a name, given the text before its dot (or ``""``); ``None`` for no link.
     """
-    lines: list[str] = []
-    current: list[tuple[str, str]] = []
-    last = ["", "", ""]
-    for kind, value in PythonLexer(stripnl=False, ensurenl=True).get_tokens(text):
-        style = _style(kind)
-        for n, part in enumerate(value.split("\n")):
-            if n:
-                lines.append(_joined(current))
-                current = []
-            if not part:
-                continue
-            shown = escape(part, quote=False)
-            address = _address(link, last, part) if kind in Token.Name else None
-            current.append((style, f'<a href="{escape(address)}">{shown}</a>' if address else shown))
-        if value.strip():
-            last = [*last[1:], value]
-    return [*lines, _joined(current)] if current else lines
 
+    def linked(found: re.Match[str]) -> str:
+        style, name = found.groups()
+        before = found.string[: found.start()]
+        owner = _OWNER.search(before)
+        address = None
+        if owner or not before.endswith(_DOT):
+            address = link(owner[1] if owner else "", name)
+        return f'<span class="{style}">{_anchor(name, address)}</span>'
 
-def _joined(pieces: list[tuple[str, str]]) -> str:
-    """A line; adjacent parts of the same style share an element, and unstyled text has none."""
-    shown = []
-    for style, group in groupby(pieces, lambda piece: piece[0]):
-        text = "".join(part for _, part in group)
-        shown.append(text if style in PLAIN else f'<span class="{style}">{text}</span>')
-    return "".join(shown)
-
-
-def _address(link: Callable[[str, str], str | None], last: list[str], name: str) -> str | None:
-    """The address of a single name, or of a name after ``owner.`` if the owner itself is a single name."""
-    if last[2] != ".":
-        return link("", name)
-    return link(last[1], name) if last[1].isidentifier() and last[0] != "." else None
-
-
-def _style(kind: object) -> str:
-    while kind not in STANDARD_TYPES:
-        kind = kind.parent  # type: ignore[attr-defined]
-    return STANDARD_TYPES[kind]  # type: ignore[index]
+    lines = highlight(text, PythonLexer(stripnl=False), HtmlFormatter(nowrap=True)).splitlines()
+    return [_PLAIN.sub(r"\1", _NAME.sub(linked, line)) for line in lines]
