@@ -1,53 +1,35 @@
 """Follows every link of the built site, without a browser and without a network."""
 
+import re
 from collections.abc import Iterator
-from html.parser import HTMLParser
+from html import unescape
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-
-class Scan(HTMLParser):
-    """The anchors and the links of a page.
-
-    Attributes:
-        ids: its anchors.
-        links: addresses in ``href`` of links.
-        loads: addresses that a browser fetches automatically: scripts, styles, pictures.
-    """
-
-    def __init__(self, page: Path) -> None:
-        super().__init__()
-        self.ids: set[str] = set()
-        self.links: list[str] = []
-        self.loads: list[str] = []
-        self.feed(page.read_text(encoding="utf-8"))
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        """Called for each element."""
-        of = {name: value or "" for name, value in attrs}
-        self.ids |= {of[name] for name in (("id", "name") if tag == "a" else ("id",)) if of.get(name)}
-        if tag == "a" and "href" in of:
-            self.links.append(of["href"])
-        if tag in ("script", "img", "iframe", "source") and of.get("src"):
-            self.loads.append(of["src"])
-        if tag == "link" and of.get("href") and of.get("rel") not in ("canonical", "prev", "next"):
-            self.loads.append(of["href"])
+ANCHOR = re.compile(r'<[a-z][^<>]*?\sid="([^"]+)"')
+LINK = re.compile(r'<a\s[^<>]*?\bhref="([^"]*)"')
+# What a browser fetches by itself: scripts, styles, pictures.
+LOADED = re.compile(r'<(?:script|img|iframe|source)\s[^<>]*?\bsrc="([^"]+)"|<link\s[^<>]*?\bhref="([^"]+)"')
+# Neighbours of a page, and its own address.
+NOT_LOADED = re.compile(r'<link\s[^<>]*?\brel="?(?:canonical|prev|next)\b[^<>]*>')
 
 
 def problems(site: Path) -> Iterator[str]:
     """Links to missing files or anchors, and loads from other hosts."""
-    scans = {path: Scan(path) for path in sorted(site.resolve().rglob("*.html"))}
-    for path, one in scans.items():
+    pages = {path: path.read_text(encoding="utf-8") for path in sorted(site.resolve().rglob("*.html"))}
+    anchors = {path: set(ANCHOR.findall(html)) for path, html in pages.items()}
+    for path, html in pages.items():
         page = path.relative_to(site.resolve())
-        yield from (f"{page} loads {address}" for address in one.loads if urlsplit(address).netloc)
+        loads = [source or href for source, href in LOADED.findall(NOT_LOADED.sub("", html))]
+        yield from (f"{page} loads {address}" for address in loads if urlsplit(address).netloc)
         # The page for missing addresses is shown at any address, so its links cannot be relative.
-        for address in one.links + one.loads if path.name != "404.html" else []:
-            problem = _follow(path, address, scans)
+        for address in LINK.findall(html) + loads if path.name != "404.html" else []:
+            problem = _follow(path, unescape(address), anchors)
             if problem:
                 yield f"{page} links to {address}: {problem}"
 
 
-def _follow(path: Path, address: str, scans: dict[Path, Scan]) -> str | None:
+def _follow(path: Path, address: str, anchors: dict[Path, set[str]]) -> str | None:
     parts = urlsplit(address)
     if parts.scheme or parts.netloc:
         return None
@@ -57,6 +39,6 @@ def _follow(path: Path, address: str, scans: dict[Path, Scan]) -> str | None:
     if not target.exists():
         return "no such file"
     anchor = unquote(parts.fragment)
-    if anchor and target in scans and anchor not in scans[target].ids and not anchor.startswith("__"):
+    if anchor and target in anchors and anchor not in anchors[target] and not anchor.startswith("__"):
         return f"no anchor {anchor!r}"
     return None
