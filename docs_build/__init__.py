@@ -10,8 +10,8 @@ which is replaced while the site is built::
     {{ proof SHARD-04 PREF-02 }}               requirements, their tests, and the last results of the tests
     {{ sketch holdings | A caption. }}         a drawing of a learning page, with computed numbers
     {{ asset timeline | A caption. }}          a picture from the repository
-    {{ table measured.large }}                 a table, by the module in ``pages`` and the function that makes it
-    {{ value num-mutants }}                    a number of ``pages/values.py``
+    {{ table large }}                          a table, a macro of ``pages/tables.md.jinja``
+    {{ value num-mutants }}                    a number
     {{ wrong shared_streams }}                 a case in which torch is wrong, and its program
     {{ failure slow_rank }}                    a script of the failure lab, and its output
     {{ exercise zero_stage_3 }}                a question, and its answer

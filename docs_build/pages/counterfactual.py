@@ -16,7 +16,7 @@ from typing import Any
 
 from docs_build.pages.modulepage import row_address
 from docs_build.reading.text import words_of
-from docs_build.recording.records import NONE, load
+from docs_build.recording.records import load
 from docs_build.templates import PAGES
 
 DATA = "assets/counterfactuals.js"  # path of the output of `script`
@@ -28,30 +28,25 @@ DRAWN = ("boxes", "frees", "race", "peak")
 def section(start: str) -> str:
     """The texts of all removed lines on the page ``start``, as HTML."""
     record = load("counterfactual")
-    if record is None:
-        return NONE
     entries = [
-        {
-            **entry,
-            "address": row_address(start, entry["file"], entry["function"]),
-            "early": early(entry),
-            "result": result(entry, record["intact"][entry["model"]]),
-            "notices": notices(entry["name"]),
-        }
-        for entry in record["entries"]
+        (
+            one,
+            early(one),
+            row_address(start, one["file"], one["function"]),
+            record["intact"][one["model"]],
+            notices(one["name"]),
+        )
+        for one in record["entries"]
     ]
-    return str(PAGES.counterfactual(entries))
+    return PAGES.counterfactual(entries)
 
 
 def script() -> str:
     """The script with the boxes of all replays."""
-    record = load("counterfactual") or {"entries": [], "intact": {}}
+    record = load("counterfactual")
     entries = [
-        {
-            **{key: entry[key] for key in ("name", "title", "model", *DRAWN)},
-            "group": GROUPS[entry["group"]],
-            "early": early(entry),
-        }
+        {key: entry[key] for key in ("name", "title", "model", *DRAWN)}
+        | {"group": GROUPS[entry["group"]], "early": early(entry)}
         for entry in record["entries"]
     ]
     intact = {model: {key: replay[key] for key in DRAWN} for model, replay in record["intact"].items()}
@@ -70,25 +65,13 @@ def early(entry: dict[str, Any]) -> str:
     return f"{names[0]} ({operator}) {verb} bytes {low} to {high} {after} {names[1]} ({old_operator}) {old_verb} them."
 
 
-def result(entry: dict[str, Any], intact: dict[str, Any]) -> str:
-    """The differences at the end of the step: values, peak of memory, possible overlap."""
-    num_wrong, num = entry["wrong"]
-    if num_wrong:
-        return f"After the step, {num_wrong} of {num} elements of this rank's parameters are wrong."
-    text = f"All values are correct. The peak of memory is {entry['peak']:,} bytes, not {intact['peak']:,}."
-    if entry["overlaps"] < intact["overlaps"]:
-        pairs = "pairs of a collective and another operation can run at the same time"
-        text += f" {entry['overlaps']} {pairs}, not {intact['overlaps']}."
-    return text
-
-
 def notices(name: str) -> list[tuple[str, str]]:
     """The checks that fail without the line: words after "Detected by", and the report or an empty text.
 
     Raises:
         KeyError: neither record has the broken engine.
     """
-    for row in load("stream-breaks") or []:
+    for row in load("stream-breaks"):
         if row["name"] == name:
             return [(f"{BY[row['by']]}, in the program {row['program']} of the stream tests:", row["report"])]
     red = load("mutants")["mutants"][name]["red"]

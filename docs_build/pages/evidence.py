@@ -14,22 +14,9 @@ def figures() -> str:
     """Four figures, each with a link to its explanation."""
     ratios = load("benchmarks")["ratios"]
     ours = [one["median"] for rows in ratios.values() for name, one in rows.items() if name.startswith("minifsdp")]
-    cpu, simulated, cuda = map(results.num_proven, results.BACKENDS)
-    noticed, total, _ = mutants()
-    gpus = f"{cuda} on GPUs" if cuda else "not recorded on a GPU yet"
-    shown = [
-        "{} of {}".format(*torch_tests()),
-        f"{min(ours):.2f} to {max(ours):.2f} \N{MULTIPLICATION SIGN}",
-        f"{cpu} of {len(results.recorded()['rows'])}",
-        f"{noticed} of {total}",
-    ]
-    return PAGES.evidence(shown, len(ratios), f"{simulated} on the simulated accelerator, {gpus}")
-
-
-def torch_tests() -> tuple[int, int]:
-    """The number of PyTorch's own tests that passed, and the number that ran."""
-    files = load("torch-tests")["files"].values()
-    return sum(passed for passed, _ in files), sum(ran for _, ran in files)
+    passed, ran = map(sum, zip(*load("torch-tests")["files"].values(), strict=True))
+    proven, total = map(results.num_proven, results.BACKENDS), len(results.recorded()["rows"])
+    return PAGES.evidence((passed, ran), (min(ours), max(ours)), len(ratios), list(proven), total, mutants())
 
 
 def mutants() -> tuple[int, int, int]:

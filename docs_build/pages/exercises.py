@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from docs_build.pages.slides import slides_of
+from docs_build.templates import MARKDOWN
 
 ENTRY = re.compile(r"^## (\w+)\n\n(.+?)\n\nAnswer:\n\n(.+?)\n(?=\n## |\Z)", re.MULTILINE | re.DOTALL)
 
@@ -21,11 +22,5 @@ def texts() -> dict[str, tuple[str, str]]:
 
 def answers_of(lecture: str) -> str:
     """The questions on the slides of a lecture, with their answers."""
-    lines = []
-    for slide in slides_of(lecture):
-        if slide.question:
-            asked, answer = texts()[slide.question]
-            title = slide.title.removeprefix("Question: ")
-            lines += [f"### [Slide {slide.number}]({lecture}.md#slide-{slide.number}): {title}", "", asked, ""]
-            lines += [f"**Answer.** {answer}", ""]
-    return "\n".join(lines)
+    asked = [(slide, *texts()[slide.question]) for slide in slides_of(lecture) if slide.question]
+    return str(MARKDOWN.answers(lecture, asked))

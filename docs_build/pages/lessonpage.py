@@ -39,4 +39,4 @@ def lesson_list() -> str:
     ]
     runs = [recorded()[lesson.name] for lesson in LESSONS]
     dates, machines = sorted({run["date"] for run in runs}), sorted({run["machine"] for run in runs})
-    return str(PAGES.lessons(cards, f"Recorded from {dates[0]} to {dates[-1]}; {'; '.join(machines)}."))
+    return PAGES.lessons(cards, f"Recorded from {dates[0]} to {dates[-1]}; {'; '.join(machines)}.")

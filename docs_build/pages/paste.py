@@ -20,7 +20,8 @@ from dataclasses import asdict, dataclass
 from html import escape
 from string import Formatter
 
-from docs_build.pages.raw import raw
+from markupsafe import Markup
+
 from docs_build.reading.messages import Message, messages
 from docs_build.reading.order import ROOT
 from minifsdp.engine.messages import texts
@@ -105,7 +106,7 @@ def quoted(rest: str, *, is_first: bool) -> str:
     """A line of an entry: the words by which the box, the search and a reader recognise the message."""
     codes = ", ".join(f"<code>{escape(text, quote=False)}</code>" for text in _texts(rest))
     why = "" if is_first else "This error usually follows from another error, so look for that error first. "
-    return raw(f'<p class="quoted">{why}Read as {codes}</p>')
+    return Markup(f'<p class="quoted">{why}Read as {codes}</p>')
 
 
 def script() -> str:

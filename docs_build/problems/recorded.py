@@ -38,7 +38,7 @@ def names() -> list[str]:
 @cache
 def record() -> dict[str, Any]:
     """The recorded runs, by program."""
-    return records.load(NAME) or {}
+    return records.load(NAME)
 
 
 def source(name: str) -> str:

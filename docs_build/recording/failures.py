@@ -22,7 +22,7 @@ LOGGED = re.compile(r"^\[rank\d\]:\[W.*\n", re.MULTILINE)
 
 def recorded() -> dict[str, dict[str, Any]]:
     """The recorded runs, by script name."""
-    return records.load(NAME) or {}
+    return records.load(NAME)
 
 
 def record(names: list[str]) -> None:

@@ -150,7 +150,7 @@ def _run(lesson: Lesson) -> dict[str, Any]:
 @cache
 def recorded() -> dict[str, dict[str, Any]]:
     """The recorded runs, by lesson name."""
-    return records.load("lessons") or {}
+    return records.load("lessons")
 
 
 def where(key: str) -> str:

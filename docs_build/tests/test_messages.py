@@ -62,6 +62,10 @@ def test_each_message_template_is_used_with_exactly_its_fields(kind: str) -> Non
     }
 
 
+def test_each_cause_and_remedy_belongs_to_a_message() -> None:
+    assert texts()["more"].keys() <= texts()["message"].keys()
+
+
 @ranks(2)
 def test_a_message_that_was_raised_ends_with_its_address() -> None:
     with pytest.raises(TypeError, match=r"^rank [01]: sharding_strategy must be one of") as caught:
