@@ -166,15 +166,8 @@ def _module_address(word: str, start: str) -> str | None:
     return modulepage.address(start, fits[0])
 
 
-# Parts of a page in which spaces count, and indented line breaks elsewhere.
-_INDENTED = re.compile(r"<(pre|script|style|textarea)\b.*?</\1>|\n\s+", re.DOTALL)
-
-
-def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """6. Removes the request for the number of stars, names the search dialog, and removes indents of the API page."""
-    if page.file.src_uri == "api.md":
-        # A fifth of the page is indents, which a browser does not show.
-        output = _INDENTED.sub(lambda found: found[0] if found[1] else "\n", output)
+def on_post_page(output: str, **_: Any) -> str:
+    """6. Removes the request for the number of stars, and names the search dialog."""
     # The theme fetches data from the repository's host for elements with this attribute.
     output = output.replace(' data-md-component="source"', "")
     # The theme's search dialog has no name for screen readers.

@@ -6,7 +6,7 @@ from markupsafe import Markup
 from mkdocs.utils import get_relative_url as relative
 
 from docs_build.reading import mentions
-from docs_build.reading.breaks import Break, breaks_of
+from docs_build.reading.breaks import breaks_of
 from docs_build.reading.order import ROOT
 from docs_build.reading.source import Module, Row
 from docs_build.reading.text import words_of
@@ -18,22 +18,13 @@ def of_row(module: Module, row: Row, start: str) -> tuple[str, str]:
     """For a row of the page ``start``: the pages of Learn that show it, and the tests that fail when it is broken."""
     learn = _learn(mentions.pages_on_function(module.name, row.anchor), start)
     broken = [one for line in row.lines for one in breaks_of(module.name).get(line, [])]
-    return learn, _broken(broken, start) if broken else ""
+    where = {row: relative(f"spec.html#{row}", start) for one in broken for row in one.red}
+    return learn, PAGES.broken(broken, where, all_rows()) if broken else ""
 
 
 def _learn(pages: list[tuple[str, str]], start: str) -> Markup:
     links = [Markup('<a href="{}">{}</a>').format(relative(page, start), title) for page, title in pages]
     return Markup("Explained in Learn: {}").format(Markup(", ").join(links)) if links else Markup()
-
-
-def _broken(broken: list[Break], start: str) -> str:
-    def where(row: str) -> str:
-        return relative(f"spec.html#{row}", start)
-
-    rows = sorted({row for one in broken for row in one.red})
-    known = [(row, where(row), all_rows()[row].statement if row in all_rows() else "") for row in rows]
-    ways = [(one.what, [(row, where(row), *words_of(test)) for row, test in one.red.items()]) for one in broken]
-    return PAGES.broken(ways, known)
 
 
 def of_module(module: Module, start: str) -> list[str]:

@@ -4,8 +4,8 @@
 machine and the versions in ``docs/data/lessons.json``. With names (``overlap digits``) it only runs those. The site is
 built from the record, because some tutorials need packages that a reader of the documentation may not have.
 
-Pictures need a machine on which nothing else runs. A run with pictures that are not `even` is repeated; if no run is
-even, nothing is written. ``first_page`` is another run. Only its picture is kept, for README and Home.
+Pictures need a machine on which nothing else runs. If equal blocks of a picture take times that differ by more than
+`EVEN`, nothing is written. ``first_page`` is another run. Only its picture is kept, for README and Home.
 """
 
 import re
@@ -23,7 +23,6 @@ from docs_build.reading.source import read_module
 from docs_build.recording import records
 from docs_build.recording.record import EVEN
 
-TRIES = 10
 # The title of a box in a picture.
 BOX = re.compile(r"<title>(?P<kind>[FB]) [\w.]*\d+, at [\d.]+ ms, for (?P<length>[\d.]+) ms</title>")
 
@@ -99,28 +98,20 @@ def record(names: list[str]) -> None:
     """Runs the named lessons, or all, and writes their output to the record.
 
     Raises:
-        RuntimeError: a lesson failed, or other programs disturbed all of its runs.
+        RuntimeError: a lesson failed, or other programs disturbed its run.
     """
     found = recorded()
     todo = {Path(lesson.name).stem: (lesson.name, lesson) for lesson in LESSONS} | {FIRST_PAGE: (FIRST_PAGE, _FIRST)}
     for key, lesson in [todo[name] for name in names or todo]:
         print(lesson.command, flush=True)
-        found[key] = _run_evenly(lesson)
+        found[key] = _run(lesson)
+        uneven = max(map(unevenness, found[key]["pictures"].values()), default=1.0)
+        if uneven > EVEN:
+            raise RuntimeError(f"{lesson.name}: equal blocks differ by a factor of {uneven:.1f}: a busy machine?")
     if FIRST_PAGE in (names or todo):
         (picture,) = found[FIRST_PAGE].pop("pictures").values()
         _FIRST_PICTURE.write_text(picture, encoding="utf-8")
     records.save("lessons", found)
-
-
-def _run_evenly(lesson: Lesson) -> dict[str, Any]:
-    worst = []
-    for _ in range(TRIES):
-        run = _run(lesson)
-        worst.append(max(map(unevenness, run["pictures"].values()), default=1.0))
-        if worst[-1] <= EVEN:
-            return run
-        print(f"  again: equal blocks differ by a factor of {worst[-1]:.1f}", flush=True)
-    raise RuntimeError(f"{lesson.name}: equal blocks differ by a factor of at least {min(worst):.1f}: a busy machine?")
 
 
 def unevenness(picture: str) -> float:
