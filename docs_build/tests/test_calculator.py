@@ -18,17 +18,6 @@ from docs_build.reading.order import ROOT
 from minifsdp_tools.cost import Cluster, Job, activation_bytes, cost_of, operations, sent_by_link, step_time
 
 SCRIPTS = ROOT / "docs" / "assets" / "js"
-# The names of the script for arguments of a job.
-NAMES = {
-    "num_shards": "numShards",
-    "num_replicas": "numReplicas",
-    "per_parameter": "perParameter",
-    "reshards_to": "restsWith",
-    "forward_prefetch": "forwardPrefetch",
-    "backward_prefetch": "backwardPrefetch",
-    "micro_batches": "microBatches",
-    "no_sync": "noSync",
-}
 MODELS: list[dict[str, Any]] = [
     {"units": [[(1000,)]] * 4},
     {"units": [[(7, 5), (3,)], [(64, 64), (64,), (2, 3)], [(11,)]], "root": [(5, 3), (1,)]},
@@ -66,9 +55,15 @@ JOBS = [
 JOBS += [Job(**MODELS[1], num_shards=4, reshards_to=2, per_parameter=True), Job(**MODELS[1], num_shards=1)]
 
 
+def name_in_script(name: str) -> str:
+    """The script writes ``numShards`` for ``num_shards``."""
+    first, *others = name.replace("reshards_to", "rests_with").split("_")
+    return first + "".join(map(str.capitalize, others))
+
+
 def as_script(job: Job) -> dict[str, Any]:
     return {
-        NAMES.get(key, key): str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+        name_in_script(key): str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
         for key, value in asdict(job).items()
     }
 
@@ -92,9 +87,8 @@ def test_page_and_package_give_the_same_costs_for_every_job() -> None:
     theirs = in_script("given.map(c.costOf)", [as_script(job) for job in JOBS])
     for job, found in zip(JOBS, theirs, strict=True):
         cost = cost_of(job)
-        ours = [cost.stored, cost.host, cost.after_backward, cost.peak_forward, cost.peak_backward, cost.peak_optimizer]
-        keys = ["stored", "host", "afterBackward", "peakForward", "peakBackward", "peakOptimizer"]
-        assert [found[key] for key in keys] == pytest.approx(ours), job
+        for name in ("stored", "host", "after_backward", "peak_forward", "peak_backward", "peak_optimizer"):
+            assert found[name_in_script(name)] == pytest.approx(getattr(cost, name)), (name, job)
         assert found["sent"] == pytest.approx(cost.sent), job
         assert found["numCollectives"] == cost.num_collectives, job
 
