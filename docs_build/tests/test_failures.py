@@ -17,14 +17,14 @@ pytestmark = [pytest.mark.needs("mkdocs"), pytest.mark.spec("LAB-06")]
 def test_each_script_has_page_and_index_entry() -> None:
     from docs_build.pages import failures
 
-    assert sorted(one.name for one in failures.failures()) == SCRIPTS
+    assert sorted(one["name"] for one in failures.failures()) == SCRIPTS
     navigation = (ROOT / "mkdocs.yml").read_text()
     for one in failures.failures():
-        assert f"          - {one.title}: lab/{one.name}.md\n" in navigation
-        assert failures.table().count(f"[`{one.name}.py`]({one.name}.md) | {one.symptom} | ") == 1
-        assert set(one.rows) <= set(all_rows())
-        page = (failures.PAGES / f"{one.name}.md").read_text()
-        order = [f"{{{{ failure {one.name} }}}}", "## Why", "## Fix", f"{{{{ fix {one.name} }}}}"]
+        assert f"          - {one['title']}: lab/{one['name']}.md\n" in navigation
+        assert failures.table().count(f"[`{one['name']}.py`]({one['name']}.md) | {one['symptom']} | ") == 1
+        assert set(one["rows"].split()) <= set(all_rows())
+        page = (failures.PAGES / f"{one['name']}.md").read_text()
+        order = [f"{{{{ failure {one['name']} }}}}", "## Why", "## Fix", f"{{{{ fix {one['name']} }}}}"]
         assert sorted(order, key=page.index) == order
 
 
