@@ -17,7 +17,7 @@ from unittest import mock
 FAULTS = ("raises", "exits", "is killed", "is stopped", "is slow")
 
 
-def commit(fault: str, seconds: float) -> None:
+def commit(fault: str, seconds: float = 0.0) -> None:
     """The action of a faulty rank; a slow rank sleeps for ``seconds``."""
     if fault == "raises":
         raise ValueError("a bad batch")

@@ -374,55 +374,65 @@ def slow_store() -> None:
 # ---- handlers ----
 
 
-@healthy("HEALTHY-08")
-def sigterm_handler_set_later() -> None:
-    """A trainer sets its handler for SIGTERM after sharding. The signal arrives; the trainer continues and saves."""
-    join()
-    trained, asked = train(), []
-    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
-    os.kill(os.getpid(), signal.SIGTERM)
-    for step in range(4):
-        time.sleep(0.4)
-        trained.step(step)
-    assert asked == [1]
-    state_dicts(trained)
-    leave()
-
-
 @healthy("HEALTHY-08", launchers=("torchrun",))
-def sigterm_handler_set_before() -> None:
-    """The handler is set before the import. It calls `sys.exit(0)` on all ranks at the end of a step."""
+def handlers_set_before() -> None:
+    """A handler for SIGTERM and a wake-up descriptor get the signal. They are set before the import.
+
+    At the end of a step, all ranks call `sys.exit(0)`.
+    """
     asked: list[int] = []
-    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    signal.signal(signal.SIGTERM, lambda number, _: asked.append(number))
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    signal.set_wakeup_fd(writer.fileno())
     join()
     trained = train()
-    if RANK == 1:
-        os.kill(os.getpid(), signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(0.7)
-    stop = torch.tensor(len(asked))
-    dist.all_reduce(stop)
-    assert int(stop) == 1
     trained.step(5)
+    assert asked == [signal.SIGTERM]
+    assert reader.recv(64) == bytes(asked)
+    assert signal.set_wakeup_fd(-1) == writer.fileno()
     leave()
     print("right", flush=True)
     sys.exit(0)
 
 
-@healthy("HEALTHY-08", launchers=("forked",))
-def wakeup_descriptor() -> None:
-    """A wake-up descriptor of the program, set before or after sharding, is kept and receives the signals."""
-    reader, writer = socket.socketpair()
-    for end in (reader, writer):
-        end.setblocking(False)
-    signal.signal(signal.SIGUSR1, lambda *_: None)
-    signal.set_wakeup_fd(writer.fileno())
+@healthy("HEALTHY-08")
+def handlers_set_later() -> None:
+    """A handler for SIGTERM is set after sharding, and gets the signal. Training continues.
+
+    The program has its own `sys.excepthook`, and passes an error to it as a shell does. Its exit handlers run in the
+    order of Python, none is omitted, and the last line is theirs.
+    """
+    ran: list[str] = []
+    shown: list[Any] = []
+
+    def last() -> None:
+        assert ran == ["second", "first"], ran
+        print("right", flush=True)
+
+    atexit.register(last)
+    atexit.register(ran.append, "first")
+    mine = sys.excepthook = lambda kind, *_: shown.append(kind)
     join()
-    trained = train()
-    os.kill(os.getpid(), signal.SIGUSR1)
-    time.sleep(0.1)
-    assert reader.recv(64) == bytes([signal.SIGUSR1])
-    trained.step(5)
-    assert signal.set_wakeup_fd(-1) == writer.fileno()
+    trained, asked = train(), []
+    atexit.register(ran.append, "second")
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    os.kill(os.getpid(), signal.SIGTERM)
+    for step in range(2):
+        if step == RANK:
+            try:
+                raise LookupError("a typing error in a cell")
+            except LookupError as error:
+                sys.last_type, sys.last_value, sys.last_traceback = LookupError, error, error.__traceback__
+                sys.excepthook(LookupError, error, error.__traceback__)
+            time.sleep(SECONDS)
+        trained.step(step)
+    assert asked == [1]
+    assert shown == [LookupError]
+    assert sys.excepthook is mine
+    trained.check()
     leave()
 
 
@@ -454,51 +464,6 @@ def two_event_loops() -> None:
         assert signal.set_wakeup_fd(-1) == -1
         trained.step(9)
     trained.check()
-    leave()
-
-
-@healthy("HEALTHY-08")
-def own_excepthook() -> None:
-    """The program replaces `sys.excepthook`, passes an error to it as a shell does, and continues training."""
-    shown: list[Any] = []
-
-    def show(kind: Any, error: Any, trace: Any) -> None:
-        shown.append(kind)
-        if kind is not LookupError:
-            sys.__excepthook__(kind, error, trace)
-
-    sys.excepthook = show
-    join()
-    trained = train()
-    mine = sys.excepthook
-    for step in range(2):
-        if step == RANK:
-            try:
-                raise LookupError("a typing error in a cell")
-            except LookupError as error:
-                sys.last_type, sys.last_value, sys.last_traceback = LookupError, error, error.__traceback__
-                sys.excepthook(LookupError, error, error.__traceback__)
-            time.sleep(SECONDS)
-        trained.step(step)
-    assert shown == [LookupError] and sys.excepthook is mine
-    trained.check()
-    leave()
-
-
-@healthy("HEALTHY-08")
-def exit_handlers() -> None:
-    """Exit handlers of the program run in the order of Python, none is omitted, and the last line is theirs."""
-    ran: list[str] = []
-
-    def last() -> None:
-        assert ran == ["second", "first"], ran
-        print("right", flush=True)
-
-    atexit.register(last)
-    atexit.register(ran.append, "first")
-    join()
-    train()
-    atexit.register(ran.append, "second")
     leave()
 
 
@@ -676,7 +641,7 @@ def main() -> None:
     torch.set_num_threads(1)
     try:
         globals()[name]()
-        if name != "exit_handlers":
+        if name != "handlers_set_later":
             print("right", flush=True)
     finally:
         awake_at.append(seconds_asleep())

@@ -99,23 +99,6 @@ def test_no_sync_on_one_rank_is_noticed(api: str, what: str, num_ranks: int, tmp
     assert re.search(r"rank 1: (order check in backward|all-gather of '[ab]' in forward)", ranks.all_errors())
 
 
-ENDS = {
-    "ends": (0, "has ended, at the end of its program"),
-    "fails": (1, "has ended, by LookupError: no such picture"),
-}
-
-
-@pytest.mark.spec("LEDGER-03", "LEDGER-05")
-@each_api
-@pytest.mark.parametrize("what", ENDS)
-def test_ended_rank_leaves_exit_record(api: str, what: str, tmp_path: Path) -> None:
-    codes, ranks = deviate(tmp_path, api, what)
-    status, words = ENDS[what]
-    assert codes == [1, status]
-    assert f"rank 1: {words}" in ranks.errors(0)
-    assert "deviate.py:" in ranks.errors(0)
-
-
 HOST_ENDS = {
     "ends": (0, "rank 0: has ended, at the end of its program"),
     "killed": (
@@ -175,6 +158,5 @@ def test_errors_of_earlier_process_groups_are_removed(tmp_path: Path) -> None:
     codes, ranks = deviate(tmp_path, str(tmp_path), "starts again", limit=60.0)
     assert codes == [0, 0], ranks.all_errors()
     for rank in range(2):
-        lines = ranks.output(rank).splitlines()
-        assert [line for line in lines if "caught" not in line] == ["1", "left 0"] * 2
+        assert ranks.output(rank).count("the watchdog has ended: True") == 2
     assert (ranks.output(0) + ranks.output(1)).count("caught True") >= 2
