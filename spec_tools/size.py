@@ -17,7 +17,7 @@ import functools
 import io
 import tokenize
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch.distributed.fsdp as torch_fsdp
@@ -26,14 +26,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "minifsdp"
 BESIDE = (PACKAGE.with_name("minifsdp_gloo"), PACKAGE.with_name("minifsdp_tools"))
 TORCH = Path(torch_fsdp.__file__).parent
 CASES_AND_CHECKS = frozenset({"cases", "checks", "watchdog", "debugging"})
-NOT_CODE = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENDMARKER,
-}
+NAMES_OF_NO_CODE = ("COMMENT", "NL", "NEWLINE", "INDENT", "DEDENT", "ENDMARKER")
+NOT_CODE = {getattr(tokenize, name) for name in NAMES_OF_NO_CODE}
 WITH_DOCSTRING = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -52,11 +46,8 @@ class Size:
     lines: int = 0
 
     def __add__(self, other: Size) -> Size:
-        return Size(
-            self.statements + other.statements,
-            self.tokens + other.tokens,
-            self.lines + other.lines,
-        )
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return Size(*map(sum, pairs))
 
 
 def size_of(files: Iterable[Path]) -> Size:
@@ -134,21 +125,14 @@ def imported_by(start: Path, without: frozenset[str] = frozenset()) -> set[Path]
     waiting = [start]
     while waiting:
         file = waiting.pop()
-        if file in found:
+        if file in found or file.parent.name in without:
             continue
         found.add(file)
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            paths = [path for path in map(_file_of, _names_in(node)) if path is not None]
-            waiting += [path for path in paths if path.parent.name not in without]
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+                waiting += filter(None, map(_file_of, names))
     return found
-
-
-def _names_in(node: ast.AST) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom) and node.module:
-        return [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
-    return []
 
 
 def _file_of(name: str) -> Path | None:

@@ -6,21 +6,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
+from unittest import mock
 
-import torch
 import torch.distributed as dist
-from torch import nn
 
 import minifsdp
+from minifsdp.checks.rank_checks import RankChecks
 from minifsdp.debugging import switch
-from spec_tests.oracles.gathering import wrap_units
-from spec_tools.benchmarks.without_ledger import without_ledger
+from minifsdp.engine.events import events, issue
+from spec_tools.benchmarks.contenders import CONTENDERS, OURS, materialized
 from spec_tools.benchmarks.workloads import WORKLOADS, adamw
 
-CPU = torch.device("cpu")
 APIS = ("FullyShardedDataParallel", "fully_shard")
 CHECKS = (*switch.CHECKS, "all")
 AT_START = ("weights", "meta", "all")
@@ -54,8 +53,12 @@ def start(timer: Callable[..., None], name: str, api: str, check: str) -> None:
 
 
 def _started(name: str, api: str, *, is_meta: bool) -> Callable[[], None]:
-    workload = WORKLOADS[name]
-    model = _sharded(name, api, is_meta=is_meta)
+    workload, by_function = WORKLOADS[name], api == "fully_shard"
+    if is_meta:
+        model = materialized(OURS, workload.model, workload.unit_class, by_function=by_function)
+    else:
+        contender = CONTENDERS["minifsdp FSDP2" if by_function else "minifsdp flat"]
+        model = contender.take(workload.model(), workload).model
     (inputs, targets), *_ = workload.batches(0, dist.get_rank())
     optimizer = adamw(model)
 
@@ -67,27 +70,18 @@ def _started(name: str, api: str, *, is_meta: bool) -> Callable[[], None]:
     return training
 
 
-def _sharded(name: str, api: str, *, is_meta: bool) -> nn.Module:
-    """The sharded model. A model on the meta device is materialized, with the same values on all ranks."""
-    workload = WORKLOADS[name]
-    with torch.device("meta") if is_meta else nullcontext():
-        model = workload.model()
-    if api == "fully_shard":
-        sharded: nn.Module = wrap_units(model, (workload.unit_class,), minifsdp.fully_shard)
-        return sharded.to_empty(device=CPU).apply(_set) if is_meta else sharded
-    options: dict[str, Any] = {"param_init_fn": _make_real if is_meta else None, "device_id": CPU}
-    wrapped: nn.Module = wrap_units(
-        model, (workload.unit_class,), lambda unit: minifsdp.FullyShardedDataParallel(unit, **options)
-    )
-    return wrapped
+def _nothing(*_: object) -> None:
+    """Replaces methods that compare."""
 
 
-def _make_real(module: nn.Module) -> None:
-    module.to_empty(device=CPU, recurse=False)
-    _set(module)
+@contextmanager
+def without_ledger() -> Iterator[None]:
+    """Disables the log of collectives and the comparisons of ranks. Use it around whole iterations, on every rank.
 
-
-def _set(module: nn.Module) -> None:
-    with torch.no_grad():
-        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            getattr(tensor, "_local_tensor", tensor).fill_(0.02)
+    Do not train with it: mismatched collectives are not detected. The watchdog keeps running; it waits in the store.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(events, "collective", issue))
+        for name in ("forward_begins", "backward_begins", "backward_ends", "reduced", "left"):
+            stack.enter_context(mock.patch.object(RankChecks, name, _nothing))
+        yield

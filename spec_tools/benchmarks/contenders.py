@@ -24,6 +24,9 @@ from torch.nn.parallel import DistributedDataParallel
 from spec_tests.oracles.gathering import wrap_units
 from spec_tools.benchmarks.workloads import NODES, Workload
 
+TORCH, OURS = "torch.distributed.fsdp", "minifsdp"
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Trained:
@@ -82,7 +85,7 @@ def _wrapper(library: str, *, original: bool) -> Callable[[nn.Module, Workload],
         words: Any = importlib.import_module(library)
         options: dict[str, Any] = {
             "sharding_strategy": words.ShardingStrategy[workload.strategy],
-            "device_id": torch.device("cpu"),
+            "device_id": CPU,
             "use_orig_params": original,
             "forward_prefetch": workload.prefetch,
             "backward_prefetch": words.BackwardPrefetch.BACKWARD_PRE if workload.backward_prefetch else None,
@@ -129,7 +132,35 @@ def _function(library: str) -> Callable[[nn.Module, Workload], Trained]:
     return take
 
 
-TORCH, OURS = "torch.distributed.fsdp", "minifsdp"
+def materialized(
+    library: str, build: Callable[[], nn.Module], unit_class: type[nn.Module], *, by_function: bool, **options: Any
+) -> nn.Module:
+    """A model that is built on the meta device, sharded, and materialized with the same values on all ranks.
+
+    FSDP1 materializes a whole unit and shards it, one unit at a time. FSDP2 shards the shapes first.
+    """
+    words: Any = importlib.import_module(library)
+    with torch.device("meta"):
+        model = build()
+    if by_function:
+        sharded: nn.Module = wrap_units(model, (unit_class,), words.fully_shard)
+        return sharded.to_empty(device=CPU).apply(_fill)
+    options |= {"param_init_fn": _make_real, "device_id": CPU}
+    wrapped: nn.Module = wrap_units(model, (unit_class,), lambda unit: words.FullyShardedDataParallel(unit, **options))
+    return wrapped
+
+
+def _make_real(module: nn.Module) -> None:
+    module.to_empty(device=CPU, recurse=False)
+    _fill(module)
+
+
+def _fill(module: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            getattr(tensor, "_local_tensor", tensor).fill_(0.02)
+
+
 CONTENDERS = {
     contender.name: contender
     for contender in (

@@ -25,14 +25,13 @@ Each materialized weight is filled with a constant, because the system only prov
 
 from __future__ import annotations
 
-import importlib
 import json
 import multiprocessing
 import os
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,12 +40,10 @@ from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from spec_tests.costs.count_calls import calls_by_file
-from spec_tests.oracles.gathering import wrap_units
-from spec_tools.benchmarks.contenders import CONTENDERS, OURS, TORCH
+from spec_tools.benchmarks.contenders import CONTENDERS, OURS, TORCH, materialized
 from spec_tools.benchmarks.page import DATA
 from spec_tools.benchmarks.workloads import Batch, Workload
 
-CPU = torch.device("cpu")
 FSDPS = {name: contender for name, contender in CONTENDERS.items() if contender.shards}
 AXES = {"units": (12, 48, 192, 768), "ranks": (2, 16, 128, 1024), "parameters": (1, 4, 16, 64)}
 WIDTH = 8
@@ -107,27 +104,23 @@ def join(num_ranks: int) -> None:
     dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
 
 
-def _step(model: nn.Module, workload: Workload) -> None:
-    inputs, targets = workload.batches(0, 0)[0]
-    workload.loss(model(inputs), targets).backward()
-
-
-def _warm(model: nn.Module, workload: Workload) -> None:
-    for _ in range(NUM_WARM):
-        _step(model, workload)
-        model.zero_grad()
-
-
 def calls_per_step(contender: str, point: Point) -> int:
     """Python calls in a step after the warm-up, minus those of the plain model."""
     workload = point.workload()
-    model = FSDPS[contender].take(workload.model(), workload).model
-    return _calls(model, workload) - _calls(workload.model(), workload)
+    sharded = FSDPS[contender].take(workload.model(), workload).model
+    return _calls(sharded, workload) - _calls(workload.model(), workload)
 
 
 def _calls(model: nn.Module, workload: Workload) -> int:
-    _warm(model, workload)
-    return calls_by_file(lambda: _step(model, workload)).total()
+    inputs, targets = workload.batches(0, 0)[0]
+
+    def step() -> None:
+        workload.loss(model(inputs), targets).backward()
+
+    for _ in range(NUM_WARM):
+        step()
+        model.zero_grad()
+    return calls_by_file(step).total()
 
 
 # --- the large model ---
@@ -164,29 +157,12 @@ class Decoder(nn.Module):
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
 
 
-def _fill(module: nn.Module) -> None:
-    """Materializes the module's own parameters."""
-    module.to_empty(device=CPU, recurse=False)
-    _write(module)
-
-
-def _write(module: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in module.parameters(recurse=False):
-            getattr(parameter, "_local_tensor", parameter).fill_(0.02)
-
-
 def materialised(contender: str, shape: Shape) -> nn.Module:
     """The decoder, sharded for this rank by ``contender``, and materialized."""
-    library: Any = importlib.import_module(TORCH if contender.startswith("torch") else OURS)
-    with torch.device("meta"):
-        model = Decoder(shape)
-    if contender.endswith("FSDP2"):
-        wrapped: nn.Module = wrap_units(model, (Block,), library.fully_shard)
-        return wrapped.to_empty(device=CPU).apply(_write)
-    options = {"device_id": CPU, "use_orig_params": contender.endswith("orig"), "param_init_fn": _fill}
-    whole: nn.Module = wrap_units(model, (Block,), lambda unit: library.FullyShardedDataParallel(unit, **options))
-    return whole
+    library = TORCH if contender.startswith("torch") else OURS
+    is_function = contender.endswith("FSDP2")
+    options = {} if is_function else {"use_orig_params": contender.endswith("orig")}
+    return materialized(library, lambda: Decoder(shape), Block, by_function=is_function, **options)
 
 
 def stored_bytes(model: nn.Module) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import functools
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -19,11 +18,10 @@ import pytest
 
 from spec_tests.harness import pool
 from spec_tests.harness.programs import outcome_of_ranks
-from spec_tools.tutorials import without_launcher
+from spec_tools.tutorials import started_by_a_user
 
 LAB = Path(__file__).resolve().parents[2] / "tutorials" / "failure_lab"
 SCRIPTS = sorted(path.stem for path in LAB.glob("*.py") if path.stem != "lab")
-ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
 LIMIT = 10.0  # seconds
 
 # The output of a rank that waited for a collective of minifsdp.
@@ -79,7 +77,7 @@ def outcome(name: str, *arguments: str) -> tuple[list[tuple[int | None, str]], f
     """Exit status and output of each rank, and the duration in seconds."""
     begin = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        environment = {**ENVIRONMENT, "MINIFSDP_LEDGER_DIR": folder}
+        environment = {"OMP_NUM_THREADS": "1", "MINIFSDP_LEDGER_DIR": folder}
         ranks = outcome_of_ranks(LAB / f"{name}.py", *arguments, num_ranks=2, environment=environment, limit=2 * LIMIT)
     return ranks, time.monotonic() - begin
 
@@ -136,9 +134,7 @@ def test_waiting_rank_prints_its_own_and_other_position(name: str) -> None:
 
 @pytest.mark.spec("LAB-05")
 def test_script_without_launcher_prints_both_ranks_one_after_the_other() -> None:
-    environment = without_launcher(**ENVIRONMENT)
-    command = [sys.executable, str(LAB / "raises_in_backward.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    done = started_by_a_user(sys.executable, str(LAB / "raises_in_backward.py"))
     assert done.returncode == 1
     # Rank 1 fails seconds before rank 0. Without waiting, only its output would be shown.
     first, second = done.stdout.index("rank 0 says:"), done.stdout.index("rank 1 says:")

@@ -1,7 +1,10 @@
-"""Saving and resuming a training: bitwise the same losses, and the same state on other numbers of ranks."""
+"""Saving and resuming a training: bitwise the same losses, the same state on other numbers of ranks, and attacks."""
 
 from __future__ import annotations
 
+import json
+import os
+import pickle
 import random
 import re
 import sys
@@ -25,6 +28,7 @@ SCRIPT = REPOSITORY / "tutorials" / "train_gpt.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
 import train_gpt  # noqa: E402
+from gpt import manifest  # noqa: E402
 from gpt.checkpoint import CheckpointFolder  # noqa: E402
 from gpt.manifest import CheckpointError  # noqa: E402
 from gpt.ranks import Place, on_first_rank  # noqa: E402
@@ -235,6 +239,47 @@ def test_checkpoint_of_another_model_or_optimizer_is_refused_by_its_notes(tmp_pa
     scaled = fresh()
     scaled.scaler = ShardedGradScaler(device="cpu")
     assert "file progress.pt, key progress.scaler: expected True, found False" in refused(scaled, tmp_path)
+
+
+class Attack:
+    """Runs a command when it is unpickled, here to create a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self.path}",)
+
+
+def put_attack(folder: Path, file: str, mark: Path) -> None:
+    """Changes a file of a checkpoint, and the checksums. Any program that can write a checkpoint can do this."""
+    if file == ".metadata":
+        metadata = pickle.loads((folder / file).read_bytes())
+        metadata.planner_data["attack"] = Attack(mark)
+        (folder / file).write_bytes(pickle.dumps(metadata))
+    else:
+        torch.save(Attack(mark), folder / file)
+    path = folder / manifest.MANIFEST
+    facts = json.loads(path.read_bytes())
+    facts.pop("seal")
+    facts["files"][file] = manifest.seal_of(folder / file)
+    path.write_bytes(manifest.sealed(facts))
+
+
+@pytest.mark.spec("SAVE-04")
+@pytest.mark.parametrize("file", [".metadata", "progress.pt", "full.pt"])
+@ranks(2)
+def test_code_in_a_checkpoint_with_valid_checksums_does_not_run(tmp_path: Path, file: str) -> None:
+    folder = save(CheckpointFolder(tmp_path / "runs"), fresh(), fixed=FIXED, noted=NOTED, full=file == "full.pt")
+    mark = tmp_path / "mark"
+    on_first_rank(lambda: put_attack(folder, file, mark))
+    training = fresh()
+    before = whole(training)
+    checkpoint = CheckpointFolder(tmp_path / "runs").newest(pytest.fail)
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0: UnpicklingError: .*system.*rank 1: UnpicklingError"):
+        resume(checkpoint, training, fixed=FIXED, noted=NOTED)
+    assert not mark.exists()
+    assert_equal(whole(training), before)
 
 
 # --- the command line ---

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import weakref
 import xml.etree.ElementTree as ET
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from spec_tests.harness.programs import output_of_ranks
 from spec_tests.ports import free_port
-from spec_tools.tutorials import without_launcher
+from spec_tools.tutorials import started_by_a_user
 from tutorials.gpt import options
 from tutorials.gpt import ranks as starting
 
@@ -106,9 +105,8 @@ def test_a_wrong_option_is_explained_before_anything_starts(
 
 
 def output_of(*command: str) -> str:
-    """Runs a command as a user would, without the environment variables of a rank. Returns what it printed."""
-    environment = without_launcher(OMP_NUM_THREADS="1", PYTHONPATH=str(REPOSITORY))
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    """Runs a command as a user would. Returns what it printed."""
+    done = started_by_a_user(sys.executable, *command, PYTHONPATH=str(REPOSITORY))
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -125,7 +123,7 @@ def losses(output: str) -> list[float]:
 
 @pytest.mark.spec("TRAIN-01", "TRAIN-21")
 def test_two_ranks_train_under_torchrun_and_one_of_them_reports() -> None:
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     output = output_of(*launch, str(SCRIPT), *TINY)
 
     assert "on 2 ranks (cpu, gloo)" in output
@@ -141,7 +139,7 @@ def test_two_ranks_train_under_torchrun_and_one_of_them_reports() -> None:
 def test_script_without_launcher_starts_its_ranks_and_draws_their_steps(tmp_path: Path) -> None:
     trace, picture = tmp_path / "steps.json", tmp_path / "step.svg"
     # A learning rate that suits four steps, so that the loss clearly goes down.
-    output = output_of(sys.executable, str(SCRIPT), *TINY, "--lr=0.2", f"--trace={trace}", f"--timeline={picture}")
+    output = output_of(str(SCRIPT), *TINY, "--lr=0.2", f"--trace={trace}", f"--timeline={picture}")
 
     assert "on 2 ranks (cpu, gloo)" in output
     assert losses(output)[-1] < losses(output)[0] - 0.3

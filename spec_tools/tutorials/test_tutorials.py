@@ -12,17 +12,15 @@ import functools
 import importlib
 import json
 import re
-import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from spec_tests.harness.programs import output_of_ranks
-from spec_tools.tutorials import without_launcher
+from spec_tools.tutorials import started_by_a_user
 
 TUTORIALS = Path(__file__).resolve().parents[2] / "tutorials"
 
@@ -39,13 +37,11 @@ def output_of(script: str, *arguments: str, num_ranks: int = 2) -> str:
     return output_of_ranks(TUTORIALS / script, *arguments, num_ranks=num_ranks, environment=ENVIRONMENT)
 
 
-def output_started_plainly(script: str) -> str:
-    """The output of a script that is started without a launcher and starts its own ranks."""
-    environment = without_launcher(**ENVIRONMENT)
-    command = [sys.executable, str(TUTORIALS / script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout + done.stderr
+def numbers_after(text: str, output: str) -> list[float]:
+    """The numbers after a text, to the end of its line."""
+    line = re.search(rf"{text} +([\d. ]+)\n", output)
+    assert line, output
+    return [float(number) for number in line[1].split()]
 
 
 @pytest.fixture(autouse=True)
@@ -54,30 +50,22 @@ def scripts_find_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(TUTORIALS))
 
 
-def lesson(name: str) -> ModuleType:
-    return importlib.import_module(name)
-
-
 # --- naive_fsdp ---
 
 
 @pytest.mark.spec("TRAIN-01", "PAR-01", "SHARD-04")
 def test_a_naive_fsdp_trains_like_a_single_process_at_every_step_and_ends_as_minifsdp() -> None:
-    output = output_started_plainly("naive_fsdp.py")
+    done = started_by_a_user(sys.executable, str(TUTORIALS / "naive_fsdp.py"), **ENVIRONMENT)
+    output = done.stdout
 
+    assert done.returncode == 0, done.stderr
     assert output.startswith("2 ranks (cpu, gloo)\n")
     rows = [line.split() for line in output.splitlines() if line.count(" ") > 20 and line.split()[-1].isdigit()]
     names = ["shard", "gather_before_forward", "free_and_gather_again", "reduce_and_scatter", "prefetch"]
     assert [row[0] for row in rows] == names
     assert len({row[1] for row in rows}) == 1, "the same last loss"
-    gathers_and_reductions = [row[3:] for row in rows]
-    assert gathers_and_reductions == [
-        ["4", "4", "0"],
-        ["4", "4", "0"],
-        ["8", "4", "0"],
-        ["8", "0", "4"],
-        ["8", "0", "4"],
-    ]
+    gathers_and_reductions = [" ".join(row[3:]) for row in rows]
+    assert gathers_and_reductions == ["4 4 0", "4 4 0", "8 4 0", "8 0 4", "8 0 4"]
     assert "the same 24 events in the same order" in output
 
 
@@ -114,7 +102,7 @@ def test_the_ddp_script_and_the_fsdp_script_differ_in_a_few_lines_and_in_no_loss
 @needs_transformers
 @pytest.mark.spec("TRAIN-03")
 def test_the_fsdp_script_differs_in_the_wrap_call_the_clipping_and_the_checkpoint_only() -> None:
-    lines = lesson("finetune_minilm").difference()
+    lines = importlib.import_module("finetune_minilm").difference()
     assert [line for line in lines if not line.startswith("@@")] == [
         "-    model = DDP(model)",
         "+    policy = ModuleWrapPolicy({BertLayer})",
@@ -200,7 +188,7 @@ def test_a_t5_with_pre_trained_weights_trains_with_zero_2_in_bfloat16_with_check
 @needs_transformers
 @pytest.mark.spec("TRAIN-07", "TRAIN-08", "MP-26")
 def test_precision_policy_auto_depends_on_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
-    t5 = lesson("t5_summarise")
+    t5 = importlib.import_module("t5_summarise")
     dtypes = {
         name: (policy.param_dtype, policy.reduce_dtype, policy.buffer_dtype) for name, policy in t5.POLICIES.items()
     }
@@ -222,7 +210,7 @@ def test_precision_policy_auto_depends_on_hardware(monkeypatch: pytest.MonkeyPat
 def test_substitute_data_set_has_original_shape() -> None:
     from transformers import ByT5Tokenizer
 
-    t5 = lesson("t5_summarise")
+    t5 = importlib.import_module("t5_summarise")
     options = t5.parse([])
     assert (options.train_items, options.validation_items) == (1500, 300)
     docstrings = [t5.Docstring("email", "Short.\n\nLonger."), t5.Docstring("email", "Two.\n\n" + 1000 * "word ")]
@@ -244,7 +232,7 @@ def test_substitute_data_set_has_original_shape() -> None:
 @needs_transformers
 @pytest.mark.spec("TRAIN-19", "TRAIN-29", "COST-10")
 def test_track_memory_records_and_shows_the_memory_of_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    t5 = lesson("t5_summarise")
+    t5 = importlib.import_module("t5_summarise")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 3 * 2**29)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 2**31)
@@ -258,7 +246,7 @@ def test_track_memory_records_and_shows_the_memory_of_the_gpu(monkeypatch: pytes
 @needs_transformers
 @pytest.mark.spec("TRAIN-14", "TRAIN-19")
 def test_the_help_names_the_default_of_each_number(capsys: pytest.CaptureFixture[str]) -> None:
-    t5 = lesson("t5_summarise")
+    t5 = importlib.import_module("t5_summarise")
     with pytest.raises(SystemExit):
         t5.parse(["--help"])
     stated, options = " ".join(capsys.readouterr().out.split()), vars(t5.parse([]))
@@ -354,11 +342,8 @@ def test_offloaded_shards_are_copied_to_the_device_without_other_changes() -> No
 def test_resumed_training_equals_uninterrupted_training_bitwise() -> None:
     output = output_of("checkpoints.py")
 
-    went_on, resumed = re.search(
-        r"without interruption  ([\d. ]+)\n +resumed from file     ([\d. ]+)\n +The resumed run is at step 6, epoch 3",
-        output,
-    ).groups()
-    assert went_on == resumed
+    assert numbers_after("without interruption", output) == numbers_after("resumed from file", output)
+    assert "The resumed run is at step 6, epoch 3" in output
     assert "rank 0: 14 weights, optimizer state of 14 weights" in output
     assert "rank 1: 0 weights, optimizer state of 0 weights" in output
     assert "Warning" not in output
@@ -374,33 +359,27 @@ def test_a_sharded_checkpoint_is_read_by_fewer_ranks() -> None:
     output = output_of("checkpoints.py")
 
     assert ".metadata, __0_0.distcp, __1_0.distcp" in output
-    went_on = re.search(r"without interruption  ([\d. ]+)\n", output)[1].split()
-    read = re.search(r"Load it on 1\. .*\n +resumed +([\d. ]+)\n", output)[1].split()
-    assert all(abs(float(one) - float(other)) < 1e-4 for one, other in zip(read, went_on, strict=True))
+    resumed = numbers_after(r"Load it on 1\. .*\n +resumed", output)
+    assert resumed == pytest.approx(numbers_after("without interruption", output), abs=1e-4)
 
 
 @pytest.mark.spec("MIG-20", "PAR-02", "PAR-05")
 def test_training_continues_across_ddp_and_both_fsdp_apis() -> None:
     output = output_of("checkpoints.py")
 
-    relay = re.search(r"ddp, fsdp, fully_shard, fsdp, ddp\..*\n +five parts +([\d. ]+)\n", output)[1].split()
-    alone = re.search(r"a single process  ([\d. ]+)", output)[1].split()
-    assert len(relay) == len(alone) == 10
-    assert all(abs(float(one) - float(other)) < 2e-4 for one, other in zip(relay, alone, strict=True))
+    relay = numbers_after(r"ddp, fsdp, fully_shard, fsdp, ddp\..*\n +five parts", output)
+    assert relay == pytest.approx(numbers_after("a single process", output), abs=2e-4)
+    assert len(relay) == 10
 
 
 # --- fully_shard ---
-
-
-def losses_of(output: str) -> list[str]:
-    return re.search(r"losses ([\d. ]+)\n", output)[1].split()
 
 
 @pytest.mark.spec("TRAIN-23", "PAR-05", "MIG-19")
 def test_fully_shard_trains_like_torchs_own() -> None:
     ours, theirs = output_of("fully_shard.py"), output_of("fully_shard.py", "--library=torch")
 
-    assert losses_of(ours) == losses_of(theirs) == re.search(r"plain  ([\d. ]+)\n", ours)[1].split()
+    assert numbers_after("losses", ours) == numbers_after("losses", theirs) == numbers_after("plain", ours)
     assert "rank 1 has (64, 32)" in ours
     assert "forward: AG0 F0 AG1 F1" in ours
 
@@ -411,7 +390,7 @@ def test_fully_shard_prefetches_two_units_in_bfloat16() -> None:
 
     assert "kept in torch.float32, gathered as torch.bfloat16" in output
     assert "forward: AG0 AG1 AG2 F0 AG3 F1 F2" in output
-    first, *_, last = map(float, losses_of(output))
+    first, *_, last = numbers_after("losses", output)
     assert last < 0.6 * first
 
 
@@ -424,5 +403,5 @@ def test_fully_shard_resumes_with_other_number_of_ranks(tmp_path: Path) -> None:
 
     assert "saved after step 3" in saved
     assert "resumes from step 3" in went_on
-    both, whole = losses_of(saved) + losses_of(went_on), losses_of(output_of("fully_shard.py"))
-    assert all(abs(float(one) - float(other)) < 1e-4 for one, other in zip(both, whole, strict=True))
+    both = numbers_after("losses", saved) + numbers_after("losses", went_on)
+    assert both == pytest.approx(numbers_after("losses", output_of("fully_shard.py")), abs=1e-4)
