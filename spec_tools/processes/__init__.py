@@ -10,5 +10,6 @@
 * ``checkpoint_sizes.py`` has formulas for sharded checkpoints on any number of ranks.
 * ``healthy.py``: programs without a fault, which no check may end.
 
-``python -m spec_tools.processes PROGRAM`` runs all cases of a program, see ``__main__.py``.
+``python -m pytest spec_tools/processes`` runs some cases of the matrix, of the kills and of the restarts, other ones on
+the next day. With the name of a test file, it runs all of them.
 """

@@ -34,12 +34,24 @@ PART, FILE = r"\.step-000004\.part", r"\.step-000004\.part/(__\d_0\.distcp|full\
 
 
 @dataclass(frozen=True)
-class Kill:
-    """A moment of a save of the form ``sharded`` or ``full``, and an API."""
+class Case:
+    """A training in which one rank has a fault at one moment.
+
+    Attributes:
+        api: one of `APIS`.
+        moment: the rank, its fault, and the moment.
+        form: of the checkpoints, ``sharded`` or ``full``.
+        strategy: a key of `STRATEGIES`.
+    """
 
     api: str
-    form: str
     moment: Moment
+    form: str = "sharded"
+    strategy: str = "FULL_SHARD"
+
+    def __str__(self) -> str:
+        where = f"{self.moment.name} on rank {self.moment.victim}"
+        return f"{self.api}, {self.strategy}, {self.form}: {self.moment.fault} {where}"
 
 
 # The moments that the protocol of the tutorial's `checkpoint` distinguishes, in the order of a save of step 4. Each
@@ -63,45 +75,43 @@ NAMED = [
 ]
 
 
-def kills(number: int = 50) -> list[Kill]:
-    """``number`` kills for each API, three of four at named moments, and one before a random call after a save."""
-    chance, drawn = random.Random(1), []
-    for api in APIS:
-        for index in range(number):
-            if index % 4 == 3:
-                victim = chance.randrange(2)
-                # In a sharded save, rank 0 makes about twenty calls, and rank 1 makes three.
-                nth = chance.randrange(20, 34) if victim == 0 else chance.randrange(5, 9)
-                moment = Moment("before a call", "(open|rename|mkdir|fsync|remove) .*", nth, victim)
-                drawn.append(Kill(api, "sharded", moment))
-            else:
-                drawn.append(Kill(api, *chance.choice(NAMED)))
-    return drawn
+def kills() -> Iterator[Case]:
+    """Fifty kills for each API, three of four at named moments, and one before a random call after a save."""
+    chance = random.Random(1)
+    for api, index in itertools.product(APIS, range(50)):
+        if index % 4 == 3:
+            victim = chance.randrange(2)
+            # In a sharded save, rank 0 makes about twenty calls, and rank 1 makes three.
+            nth = chance.randrange(20, 34) if victim == 0 else chance.randrange(5, 9)
+            yield Case(api, Moment("before a call", "(open|rename|mkdir|fsync|remove) .*", nth, victim))
+        else:
+            form, moment = chance.choice(NAMED)
+            yield Case(api, moment, form)
 
 
-def resume(kill: Kill, folder: Path) -> str:
-    """Kills a rank and runs again. Returns the name of the checkpoint from which the second run resumed.
+def resume(case: Case, folder: Path) -> None:
+    """Kills a rank and runs again.
 
     Raises:
         AssertionError: a checkpoint was lost or damaged, or the second run differs from the uninterrupted one.
     """
-    arguments = (str(folder), kill.form, json.dumps([asdict(kill.moment)]), f"--api={kill.api}")
+    victim = case.moment.victim
+    arguments = (str(folder), case.form, json.dumps([asdict(case.moment)]), f"--api={case.api}")
     with start("spec_tools.processes.train", *arguments, folder=folder / "first") as ranks:
-        codes = ranks.wait(LIMIT, [kill.moment.victim]) + ranks.wait(GRACE, [1 - kill.moment.victim])
+        codes = ranks.wait(LIMIT, [victim]) + ranks.wait(GRACE, [1 - victim])
     assert codes[0] == -9, f"the rank was not killed: {codes}\n{ranks.all_errors()}"
-    assert codes[1] is not None, f"a survivor hung: {ranks.errors(1 - kill.moment.victim)}"
+    assert codes[1] is not None, f"a survivor hung: {ranks.errors(1 - victim)}"
     runs = folder / "runs"
     whole = whole_checkpoints(runs)
     announced = (runs / "newest").read_text()
     assert announced in whole, whole
-    result = finished(kill.api, kill.form, folder)
-    assert result == {"losses": uninterrupted(kill.api), "resumed at": [int(announced[5:])]}, result
+    result = finished(case.api, case.form, folder)
+    assert result == {"losses": uninterrupted(case.api), "resumed at": [int(announced[5:])]}, result
     # No temporary file remains, and all checkpoints to keep exist. If the run was killed after its last save, no later
     # save has removed the oldest one.
     left = {path.name for path in runs.iterdir()} - ({"step-000002"} if announced == "step-000006" else set())
     assert left == {"newest", "step-000004", "step-000006"}, left
     whole_checkpoints(runs)
-    return announced
 
 
 def finished(api: str, form: str, folder: Path, num_ranks: int = 2, strategy: str = "FULL_SHARD") -> dict[str, Any]:
@@ -125,43 +135,30 @@ def uninterrupted(api: str, strategy: str = "FULL_SHARD", num_ranks: int = 2) ->
 
 STRATEGIES = {"FULL_SHARD": 2, "HYBRID_SHARD": 4}  # with their numbers of ranks
 # In the fourth step, or in the save after it.
-MOMENTS = {"in a step": ("loss", 3), "in a save": ("written", 1)}
+MOMENTS = [("in a step", "loss", 3), ("in a save", "written", 1)]
 
 
-@dataclass(frozen=True)
-class Restart:
-    """One job in which a rank has one fault."""
-
-    api: str
-    strategy: str
-    fault: str
-    victim: int
-    moment: str
-
-
-def restarts() -> Iterator[Restart]:
+def restarts() -> Iterator[Case]:
     """All combinations of the other values; the victims alternate between the last rank and rank 0."""
     everything = itertools.product(APIS, STRATEGIES, FAULTS, MOMENTS)
     for number, (api, strategy, fault, moment) in enumerate(everything):
         is_first = (number + number // 2) % 2 == 1
-        yield Restart(api, strategy, fault, 0 if is_first else STRATEGIES[strategy] - 1, moment)
+        victim = 0 if is_first else STRATEGIES[strategy] - 1
+        yield Case(api, Moment(*moment, victim, fault), strategy=strategy)
 
 
-def restart(job: Restart, folder: Path) -> None:
-    """Runs the job.
+def restart(case: Case, folder: Path) -> None:
+    """Runs the job, which torchrun restarts.
 
     Raises:
         AssertionError: torchrun fails, or the job does not continue with the losses of an uninterrupted one.
     """
-    label, nth = MOMENTS[job.moment]
-    moment = Moment(job.moment, label, nth, job.victim, job.fault)
-    num_ranks = STRATEGIES[job.strategy]
+    num_ranks = STRATEGIES[case.strategy]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--max-restarts=1", f"--nproc-per-node={num_ranks}"]
+    arguments = [str(folder), case.form, json.dumps([asdict(case.moment)])]
+    options = [f"--api={case.api}", f"--strategy={case.strategy}"]
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts=1"),
-            *(f"--nproc-per-node={num_ranks}", str(Path(__file__).with_name("train.py")), str(folder), "sharded"),
-            *(json.dumps([asdict(moment)]), f"--api={job.api}", f"--strategy={job.strategy}"),
-        ],
+        [sys.executable, *launch, str(Path(__file__).with_name("train.py")), *arguments, *options],
         capture_output=True,
         text=True,
         timeout=RESTART_LIMIT,
@@ -170,7 +167,7 @@ def restart(job: Restart, folder: Path) -> None:
     )
     assert done.returncode == 0, f"torchrun has ended with {done.returncode}: {done.stderr}"
     assert (folder / "struck-0").exists(), "the fault did not occur"
-    losses = uninterrupted(job.api, job.strategy, num_ranks)
+    losses = uninterrupted(case.api, case.strategy, num_ranks)
     result = json.loads((folder / "result").read_text())
     assert result == {"losses": losses, "resumed at": [2]}, f"{result}, and the losses should be {losses}"
     assert whole_checkpoints(folder / "runs") == ["step-000004", "step-000006"]

@@ -14,8 +14,6 @@ from __future__ import annotations
 import itertools
 import re
 import tempfile
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -78,57 +76,51 @@ class Cell:
 
     def command(self, fault: str, folder: Path) -> list[str]:
         """The program and its command line."""
-        return [
-            "spec_tools.processes.stages",
-            self.api,
-            self.sharding,
-            fault,
-            self.stage,
-            str(self.faulty),
-            str(folder),
-        ]
+        arguments = [self.api, self.sharding, fault, self.stage, str(self.faulty), str(folder)]
+        return ["spec_tools.processes.stages", *arguments]
 
     @property
     def survivors(self) -> list[int]:
         return [rank for rank in range(SHARDINGS[self.sharding]) if rank != self.faulty]
 
-    @property
-    def kind(self) -> str:
-        """The kind of training in words. If rank 0 hosts the store, APIs and shardings are not distinguished."""
-        return f"{self.victim}, " + ("the store on rank 0" if self.hosts else f"{self.api}, {self.sharding}")
+
+def groups() -> dict[str, list[Cell]]:
+    """All cells, in groups with each stage once. The victims alternate."""
+    kinds = list(itertools.product(APIS, SHARDINGS))
+    found = {}
+    for number, (fault, (api, sharding)) in enumerate(itertools.product(FAULTS, kinds)):
+        found[f"{fault}, {api}, {sharding}"] = [
+            Cell(api, sharding, VICTIMS[(number + number // 4 + of_stage) % 2], fault, stage)
+            for of_stage, stage in enumerate(STAGES)
+        ]
+    for victim in VICTIMS:
+        values = zip(itertools.cycle(kinds), itertools.cycle(FAULTS), STAGES, strict=False)
+        found[f"{victim}, the store on rank 0"] = [
+            Cell(*kind, victim, fault, stage, hosts=True) for kind, fault, stage in values
+        ]
+    return found
 
 
-def cells() -> Iterator[Cell]:
-    """Every fault, stage and kind of training; the victims alternate. If rank 0 hosts the store, one per stage."""
-    for axes in itertools.product(enumerate(APIS), enumerate(SHARDINGS), enumerate(STAGES), enumerate(FAULTS)):
-        numbers, (api, sharding, stage, fault) = zip(*axes, strict=True)
-        yield Cell(api, sharding, VICTIMS[sum(numbers) % 2], fault, stage)
-    kinds = itertools.cycle(itertools.product(APIS, SHARDINGS))
-    for victim, (number, stage) in itertools.product(VICTIMS, enumerate(STAGES)):
-        yield Cell(*next(kinds), victim, FAULTS[number % len(FAULTS)], stage, hosts=True)
-
-
-def run(cell: Cell) -> dict[str, Any]:
-    """Runs one cell, and then the job again without a fault. Returns a row of the record."""
-    seconds, problem = 0.0, ""
-    for attempt in range(ATTEMPTS):
-        with tempfile.TemporaryDirectory() as folder:
+def problem_of(cell: Cell) -> str:
+    """Runs one cell, and then the job again without a fault. Describes what is wrong; empty if nothing is."""
+    problem = ""
+    for _ in range(ATTEMPTS):
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
             try:
-                seconds = fail(cell, Path(folder))
-                resume(cell, Path(folder))
-                problem = ""
+                fail(cell, folder)
+                resume(cell, folder)
             except AssertionError as error:
-                problem = f"attempt {attempt}: {error}"
-                if not (Path(folder) / "struck").exists():
+                problem = f"{cell}: {error}"
+                if not (folder / "struck").exists():
                     continue
-            break
-    return {"kind": cell.kind, "stage": cell.stage, "fault": cell.fault, "seconds": round(seconds, 1)} | (
-        {"problem": problem} if problem else {}
-    )
+                return problem
+            return ""
+    return problem
 
 
-def fail(cell: Cell, folder: Path) -> float:
-    """The job with its fault. Returns the seconds from the fault until the last survivor has ended.
+def fail(cell: Cell, folder: Path) -> None:
+    """The job with its fault.
 
     Raises:
         AssertionError: a survivor has not ended, or has not reported the fault, or a checkpoint is wrong.
@@ -136,9 +128,7 @@ def fail(cell: Cell, folder: Path) -> float:
     with start(*cell.command(cell.fault, folder), folder=folder, **cell.place) as ranks:
         victim = ranks.processes[cell.faulty]
         comes_true(lambda: (folder / "struck").exists() or not victim.is_alive(), TO_MEET)
-        begun = time.monotonic()
         codes = ranks.wait(LIMIT, cell.survivors)
-        seconds = time.monotonic() - begun
     assert (folder / "struck").exists(), f"the fault did not occur:\n{ranks.errors(cell.faulty)}"
     reported = [ranks.errors(rank) for rank in cell.survivors]
     for rank, said, code in zip(cell.survivors, reported, codes, strict=True):
@@ -150,7 +140,6 @@ def fail(cell: Cell, folder: Path) -> float:
     whole = whole_checkpoints(folder / "runs")
     newest = whole[-1] if whole else ""
     assert newest == STAGES[cell.stage], f"the newest checkpoint is {newest}, and should be {STAGES[cell.stage]}"
-    return seconds
 
 
 def is_raised_by_torch(cell: Cell, said: str) -> bool:

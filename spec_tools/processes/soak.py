@@ -9,6 +9,8 @@ the process are counted at the end of each round::
       500       214       381,532            41        14           198           0          912,344     412 MB
     2,000       214       381,532            41        14           198           0          912,608     412 MB
 
+``python -m spec_tools.processes.soak`` trains 2,000 steps with each API, 100 in a round, and prints the last counts.
+
 A count must not be larger at the end than after the warm-up. A size in bytes can be slightly larger, because allocators
 and caches round.
 """
@@ -46,19 +48,6 @@ MOST_MORE = {"python_bytes": 150_000, "resident_bytes": 16 * 2**20}
 
 # The counts after a step, by name. `kinds` has the objects of minifsdp by class.
 Sample = dict[str, Any]
-
-
-def run(api: str) -> dict[str, Any]:
-    """A row of the record: 2,000 steps, 100 in a round."""
-    row: dict[str, Any] = {"api": api, "steps": 2000, "round": 100}
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = {"api": api, "num_steps": 2000, "num_warm": 500, "folder": folder, "round_of": 100}
-        try:
-            pool.run(2, __name__, soak.__name__, arguments, 3600.0)
-        except pool.Failure as failure:
-            row["problem"] = str(failure)
-        samples = json.loads(Path(folder, "samples.json").read_text())
-    return {**row, "first": samples[0], "last": samples[-1]}
 
 
 def soak(api: str, num_steps: int, num_warm: int, folder: str, round_of: int = 25) -> None:
@@ -164,3 +153,15 @@ def grown(samples: Sequence[Sample]) -> list[str]:
     if more := Counter(samples[-1]["kinds"]) - Counter(samples[0]["kinds"]):
         found.append(f"kinds: {dict(more)} more")
     return found
+
+
+def main() -> None:
+    for api in APIS:
+        with tempfile.TemporaryDirectory() as folder:
+            arguments = {"api": api, "num_steps": 2000, "num_warm": 500, "folder": folder, "round_of": 100}
+            pool.run(2, "spec_tools.processes.soak", "soak", arguments, 3600.0)
+            print(api, json.loads(Path(folder, "samples.json").read_text())[-1])
+
+
+if __name__ == "__main__":
+    main()

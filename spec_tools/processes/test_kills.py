@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 
 from spec_tools.processes import kills
-from spec_tools.processes.kills import Kill, Restart
 from spec_tools.processes.ranks import start
 
 
 @pytest.mark.pure
 @pytest.mark.spec("FAULT-04")
-@pytest.mark.parametrize("kill", kills.kills(2), ids=lambda kill: f"{kill.api}-{kill.form}-{kill.moment.name}")
-def test_rank_killed_in_a_save_loses_at_most_the_steps_since_the_previous_save(kill: Kill, tmp_path: Path) -> None:
-    """Fifty moments with each API: ``python -m spec_tools.processes kills``."""
-    assert kills.resume(kill, tmp_path) >= "step-000002"
+@pytest.mark.in_turn(4)
+@pytest.mark.parametrize("case", [*kills.kills()], ids=str)
+def test_rank_killed_in_a_save_loses_at_most_the_steps_since_the_previous_save(
+    case: kills.Case, tmp_path: Path
+) -> None:
+    kills.resume(case, tmp_path)
 
 
 @pytest.mark.pure
@@ -47,14 +48,6 @@ def test_a_checkpoint_gets_its_name_after_its_files_are_on_the_disk(tmp_path: Pa
 @pytest.mark.pure
 @pytest.mark.spec("LEDGER-10", "HEALTHY-11")
 @pytest.mark.in_turn(1)
-@pytest.mark.parametrize(
-    "restart",
-    [
-        Restart("wrapper", "FULL_SHARD", "raises", 1, "in a step"),
-        Restart("fully_shard", "FULL_SHARD", "is killed", 0, "in a save"),
-        Restart("wrapper", "HYBRID_SHARD", "exits", 3, "in a save"),
-    ],
-)
-def test_job_under_torchrun_resumes_from_last_checkpoint(restart: Restart, tmp_path: Path) -> None:
-    """All: ``python -m spec_tools.processes restarts``."""
-    kills.restart(restart, tmp_path)
+@pytest.mark.parametrize("case", [*kills.restarts()], ids=str)
+def test_job_under_torchrun_resumes_from_last_checkpoint(case: kills.Case, tmp_path: Path) -> None:
+    kills.restart(case, tmp_path)

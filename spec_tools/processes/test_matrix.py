@@ -10,38 +10,20 @@ from pathlib import Path
 import pytest
 
 from spec_tools.processes import matrix
-from spec_tools.processes.faults import FAULTS, whole_checkpoints
-from spec_tools.processes.matrix import VICTIMS, Cell
-from spec_tools.processes.stages import APIS, STAGES
+from spec_tools.processes.faults import whole_checkpoints
 
 pytestmark = pytest.mark.pure
+GROUPS = matrix.groups()
 
 
 @pytest.mark.spec("LEDGER-09", "LEDGER-02", "LEDGER-05", "FAULT-01", "FAULT-02", "FAULT-03")
-@pytest.mark.in_turn(2)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_other_ranks_end_in_time_and_the_job_continues(fault: str) -> None:
-    """Two faults at each stage. APIs, shardings, victims and hosts of the store alternate.
-
-    All: ``python -m spec_tools.processes faults``.
-    """
-    number = FAULTS.index(fault)
-    cells = [
-        Cell(
-            APIS[(number + of_stage) % 2],
-            "hybrid" if (number + 2 * of_stage) % 5 == 0 else "full",
-            VICTIMS[(number + of_stage // 2) % 2],
-            fault,
-            stage,
-            hosts=(2 * number + of_stage) % 9 == 0,
-        )
-        for of_stage, stage in enumerate(STAGES)
-        if (of_stage - number) % len(FAULTS) in (0, 2)
-    ]
+@pytest.mark.in_turn(1)
+@pytest.mark.parametrize("group", GROUPS)
+def test_other_ranks_end_in_time_and_the_job_continues(group: str) -> None:
     # Waiting ranks use no CPU time, so some cells run at once.
     with ThreadPoolExecutor(6) as threads:
-        rows = list(threads.map(matrix.run, cells))
-    assert [row for row in rows if "problem" in row] == []
+        problems = list(threads.map(matrix.problem_of, GROUPS[group]))
+    assert [problem for problem in problems if problem] == []
 
 
 @pytest.mark.spec("FAULT-01")

@@ -35,10 +35,12 @@ CHECKED = ("2.13.0", "2.14.1", "2.15.0")
 
 TORCH, OURS = "torch.distributed.fsdp", "minifsdp"
 FOLDER = Path(__file__).parent
-SAYS = re.compile(r"^With (?P<who>.+)::\n\n(?P<text>(?:    .+\n)+)", re.MULTILINE)
-FACTS = re.compile(
-    r"^Spec: (?P<rows>[A-Z0-9, -]+)\.(?: Ranks: (?P<num>\d)\.)?(?: Right since torch (?P<right>[\d.]+)\.)?$",
-    re.MULTILINE,
+DOCSTRING = re.compile(
+    r"(?P<title>.+?)\.\n\n(?P<prose>.+)\n\n"
+    r"With torch (?P<version>.+?)::\n\n(?P<in_torch>.+)\n\n"
+    r"With minifsdp::\n\n(?P<in_minifsdp>.+)\n\n"
+    r"Spec: (?P<rows>[A-Z0-9, -]+)\.(?: Ranks: (?P<num_ranks>\d)\.)?(?: Right since torch (?P<right_since>[\d.]+)\.)?",
+    re.DOTALL,
 )
 
 
@@ -54,12 +56,15 @@ class Case:
     right_since: str | None
     in_torch: str
     in_minifsdp: str
-    # The output of a version that is right. It is that of minifsdp, unless minifsdp raises an error.
-    in_fixed_torch: str
     rows: tuple[str, ...]
     num_ranks: int
     # The program without its docstring.
     code: str
+
+    @property
+    def in_fixed_torch(self) -> str:
+        """The output of a version of torch that is right."""
+        return self.in_minifsdp
 
     def said_by(self, version: str) -> str:
         """The output with a version of torch. The error, for a version in `CHECKED` that is older than the fix."""
@@ -89,24 +94,13 @@ def cases() -> list[Case]:
 def _read(name: str) -> Case:
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     tree = ast.parse(text)
-    docstring = ast.get_docstring(tree) or ""
-    title, prose = docstring.split("\n\n", 1)
-    (torch, in_torch), *fixed, (_, in_minifsdp) = SAYS.findall(docstring + "\n")
-    facts = FACTS.search(docstring)
-    assert facts, f"{name}: the docstring ends with the rows of the spec"
-    return Case(
-        name=name,
-        title=title.rstrip("."),
-        prose=prose[: prose.index("With torch ")].strip(),
-        version=torch.removeprefix("torch "),
-        right_since=facts["right"],
-        in_torch=dedent(in_torch).strip(),
-        in_minifsdp=dedent(in_minifsdp).strip(),
-        in_fixed_torch=dedent(fixed[0][1] if fixed else in_minifsdp).strip(),
-        rows=tuple(facts["rows"].split(", ")),
-        num_ranks=int(facts["num"] or 2),
-        code="\n".join(text.splitlines()[tree.body[0].end_lineno :]).strip(),
-    )
+    found = DOCSTRING.fullmatch(ast.get_docstring(tree) or "")
+    assert found, f"{name}: the docstring has another form"
+    facts: dict[str, Any] = {key: dedent(value).strip() for key, value in found.groupdict().items() if value}
+    facts["rows"] = tuple(facts["rows"].split(", "))
+    facts["num_ranks"] = int(facts.get("num_ranks", 2))
+    code = "\n".join(text.splitlines()[tree.body[0].end_lineno :]).strip()
+    return Case(name=name, code=code, **{"right_since": None, **facts})
 
 
 def is_said(expected: str, found: str) -> bool:

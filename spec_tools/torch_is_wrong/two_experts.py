@@ -9,10 +9,6 @@ With torch 2.13.0::
 
     gradients None and 101.0
 
-With torch 2.15.0::
-
-    gradients 100.0 and 1.0
-
 With minifsdp::
 
     gradients 100.0 and 1.0
