@@ -2,7 +2,7 @@
 
 =============================  ===============================================
 ``docs/benchmarks.md``         tables of steps, between two marks
-``docs/data/benchmarks.json``  the data of the pictures of that page
+``docs/data/benchmarks.json``  the ratios and peaks of that page
 ``docs/data/debug-cost.json``  steps and starts with checks
 ``docs/data/optimizer.json``   optimizers
 =============================  ===============================================
@@ -25,6 +25,7 @@ The columns of a table of steps:
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
@@ -43,7 +44,7 @@ from spec_tools.benchmarks.workloads import WORKLOADS
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 DATA = PAGE.parent / "data"
-CURVES_OF = "gpt"
+PEAKS_OF = "gpt"
 BEGIN, END = "<!-- recorded: begin -->\n", "<!-- recorded: end -->\n"
 HEAD = (
     "",
@@ -144,28 +145,25 @@ def _rows(workload: str, found: ByContender) -> Iterator[tuple[str, ...]]:
 
 def checks(results: Results) -> dict[str, Any]:
     """For each API, ratios of times with and without a check, and milliseconds without any."""
-    found: dict[str, Any] = {}
-    for api in APIS:
-        found[api] = {}
-        for what in ("step", "start"):
-            group = [one for one in results["benchmarks"] if one["group"] == f"{what}, {api}"]
-            times = {
-                one["extra_info"]["check"]: {"wall": one["stats"]["median"], "cpu": one["extra_info"]["cpu"]}
-                for one in group
-            }
-            found[api][f"{what}_ms"] = round(1000 * times["off"]["wall"], 1)
-            found[api][what] = {}
-            if "no ledger" in times:
-                found[api][what]["ledger"] = _ratio(times["off"], times["no ledger"])
-            for check, with_it in times.items():
-                if check not in ("off", "no ledger", "off, meta"):
-                    without = times["off, meta" if check == "meta" and what == "start" else "off"]
-                    found[api][what][check] = _ratio(with_it, without)
+    found: dict[str, Any] = {api: {} for api in APIS}
+    for what, api in itertools.product(("step", "start"), APIS):
+        group = [one for one in results["benchmarks"] if one["group"] == f"{what}, {api}"]
+        measured = {one["extra_info"]["check"]: one for one in group}
+        off = measured.pop("off")
+        ratios = {}
+        if "no ledger" in measured:
+            ratios["ledger"] = _ratio(off, measured.pop("no ledger"))
+        off_on_meta = measured.pop("off, meta", off)
+        for check, one in measured.items():
+            ratios[check] = _ratio(one, off_on_meta if check == "meta" else off)
+        found[api] |= {what: ratios, f"{what}_ms": round(1000 * off["stats"]["median"], 1)}
     return found
 
 
-def _ratio(with_it: dict[str, float], without: dict[str, float]) -> dict[str, float]:
-    return {clock: round(with_it[clock] / without[clock], 3) for clock in without}
+def _ratio(one: dict[str, Any], without: dict[str, Any]) -> dict[str, Any]:
+    wall = {name: round(one["stats"][name] / without["stats"]["median"], 3) for name in ("q1", "median", "q3")}
+    cpu = round(one["extra_info"]["cpu"] / without["extra_info"]["cpu"], 3)
+    return {"wall": wall["median"], "wall_interval": [wall["q1"], wall["q3"]], "cpu": cpu}
 
 
 def optimizers(results: Results) -> dict[str, Any]:
@@ -196,12 +194,10 @@ def record(results: Results, seconds: float, page: Path = PAGE, data: Path = DAT
         raise ValueError(f"{page} has no lines {BEGIN.strip()!r} and {END.strip()!r} to write the tables between")
     facts = circumstances(seconds)
     page.write_text(before + begin + "\n" + "\n".join([*facts, "", *sections(results)]) + "\n" + end + after)
-    curves = {
-        name: [[round(moment, 4), round(size / 2**20, 2)] for moment, size in one["extra_info"]["curve"]]
-        for name, one in steps[CURVES_OF].items()
-    }
+    # Pages show the highest point of a curve.
+    peaks = {name: [[0.0, round(one["extra_info"]["peak"] / 2**20, 2)]] for name, one in steps[PEAKS_OF].items()}
     records = {
-        "benchmarks": {"ratios": {name: ratios(found) for name, found in steps.items()}, "memory": curves},
+        "benchmarks": {"ratios": {name: ratios(found) for name, found in steps.items()}, "memory": peaks},
         "debug-cost": {"model": WORKLOADS["gpt"].about, "steps": 30, "starts": 5, "apis": checks(results)},
         "optimizer": {"model": MODEL, "rounds": 25, "contenders": optimizers(results)},
     }

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import itertools
 import os
 import socket
 import struct
@@ -45,7 +44,6 @@ TCP_INFO = 11
 # Offset of `tcpi_bytes_sent` in the kernel's `struct tcp_info`, since Linux 4.19.
 BYTES_SENT = 200
 MARK = "spec_tools: a step"
-NUM_PARTS = 240
 
 
 class Trainer:
@@ -157,7 +155,7 @@ def _sent() -> int:
 
 
 def memory(contender: str, workload: Workload) -> dict[str, Any]:
-    """Bytes in live tensors between two steps and at the peak, and a curve of the step. Every rank must call it.
+    """Bytes in live tensors between two steps and at the peak of a step. Every rank must call it.
 
     Memory that a backend allocates differently, such as some buffers of gloo, is not counted.
     """
@@ -183,37 +181,16 @@ def memory(contender: str, workload: Workload) -> dict[str, Any]:
     zero = allocations[0].typed[1].total_allocated - allocations[0].typed[1].alloc_size
     live = [(event.start_time_ns, event.typed[1].total_allocated - zero) for event in allocations]
     marks = [event for event in events if event.name == MARK]
-    curves = [_within(live, mark.start_time_ns, mark.end_time_ns) for mark in marks]
-    # The number of gloo's buffers that are alive at once varies, so this is the step with the median peak.
-    curve = sorted(curves, key=_peak)[NUM_WEIGHED // 2]
-    between_steps = _within(live, 0, marks[0].start_time_ns)[-1][1]
-    return {"between_steps": between_steps, "peak": _peak(curve), "curve": highest_of_each_part(curve)}
+    # The number of gloo's buffers that are alive at once varies, so this is the median of the peaks of some steps.
+    peaks = [max(_within(live, mark.start_time_ns, mark.end_time_ns)) for mark in marks]
+    return {"between_steps": _within(live, 0, marks[0].start_time_ns)[-1], "peak": sorted(peaks)[NUM_WEIGHED // 2]}
 
 
-def _within(live: list[tuple[int, int]], begin: int, end: int) -> list[tuple[int, int]]:
-    return [(moment, size) for moment, size in live if begin <= moment <= end]
-
-
-def _peak(curve: list[tuple[int, int]]) -> int:
-    return max(size for _, size in curve)
+def _within(live: list[tuple[int, int]], begin: int, end: int) -> list[int]:
+    return [size for moment, size in live if begin <= moment <= end]
 
 
 def _all(events: Iterable[Any]) -> Iterator[Any]:
     for event in events:
         yield event
         yield from _all(event.children)
-
-
-def highest_of_each_part(points: list[tuple[int, int]]) -> list[tuple[float, int]]:
-    """Reduces points to as many as a picture can show, without losing peaks: the highest of each part of the time.
-
-    Args:
-        points: times, in increasing order, and values.
-
-    Returns:
-        Times, scaled from 0 (the first) to 1 (the last), and values.
-    """
-    first, last = points[0][0], points[-1][0]
-    placed = [((moment - first) / max(last - first, 1), value) for moment, value in points]
-    parts = itertools.groupby(placed, key=lambda point: int(point[0] * NUM_PARTS))
-    return [max(part, key=lambda point: point[1]) for _, part in parts]
