@@ -11,7 +11,6 @@ import sys
 import tempfile
 import tomllib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from minifsdp_tools.learn.exercises import Exercise, exercises
@@ -20,28 +19,19 @@ HERE = Path(__file__).parent
 PACKAGE, STUB, SOLUTION = "package", "stub", "solution"
 
 
-@dataclass(frozen=True)
-class Case:
-    """A learner's file, and the entry that its verdict must have."""
-
-    exercise: Exercise
-    about: str
-    text: str | None
-    entry: str | None
-
-
 def wrong_solutions(exercise: Exercise) -> list[dict[str, str]]:
     return tomllib.loads((HERE / "wrong" / f"{exercise.name}.toml").read_text(encoding="utf-8"))["wrong"]
 
 
-def cases(exercise: Exercise) -> Iterator[Case]:
+def cases(exercise: Exercise) -> Iterator[tuple[str, str | None, str | None]]:
+    """Learner's files: what each is about, its text, and the entry that its verdict must have."""
     solution = (HERE / "solutions" / f"{exercise.name}.py").read_text(encoding="utf-8")
-    yield Case(exercise, PACKAGE, None, None)
-    yield Case(exercise, STUB, exercise.stub, "not-written")
-    yield Case(exercise, SOLUTION, solution, None)
+    yield PACKAGE, None, None
+    yield STUB, exercise.stub, "not-written"
+    yield SOLUTION, solution, None
     for wrong in wrong_solutions(exercise):
         assert solution.count(wrong["old"]) == 1, wrong["about"]
-        yield Case(exercise, wrong["about"], solution.replace(wrong["old"], wrong["new"]), wrong["entry"])
+        yield wrong["about"], solution.replace(wrong["old"], wrong["new"]), wrong["entry"]
 
 
 def main(numbers: list[int]) -> None:
@@ -52,12 +42,12 @@ def main(numbers: list[int]) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         for exercise in exercises():
-            for case in cases(exercise) if exercise.number in numbers else ():
+            for about, text, entry in cases(exercise) if exercise.number in numbers else ():
                 path = Path(folder) / exercise.file_name
-                path.write_text(case.text or "", encoding="utf-8")
-                seconds = 3 if case.entry == "time-limit" else 60
-                verdict = grade(exercise, None if case.text is None else path, seconds)
-                facts = {"exercise": exercise.number, "about": case.about, "expected": case.entry}
+                path.write_text(text or "", encoding="utf-8")
+                seconds = 3 if entry == "time-limit" else 60
+                verdict = grade(exercise, None if text is None else path, seconds)
+                facts = {"exercise": exercise.number, "about": about, "expected": entry}
                 print(json.dumps({**facts, "entry": verdict.entry, "text": verdict.text}), flush=True)
 
 

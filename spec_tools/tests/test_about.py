@@ -27,10 +27,8 @@ def test_the_list_has_what_is_about_all_topics_and_nothing_else() -> None:
 def test_a_variant_of_both_apis_is_only_about_its_own_api() -> None:
     name = "test_shards_gradients_and_optimizer_state_are_on_the_cpu"
     both = listed("state_are_on_the_cpu").count(name)
-    one, other = (
-        listed("state_are_on_the_cpu, fully_shard").count(name),
-        listed("state_are_on_the_cpu, wrapper").count(name),
-    )
+    one = listed("state_are_on_the_cpu, fully_shard").count(name)
+    other = listed("state_are_on_the_cpu, wrapper").count(name)
     assert 0 < one < both
     assert one + other == both
 

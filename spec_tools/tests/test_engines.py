@@ -11,14 +11,9 @@ import pytest
 from spec_tools.tests.test_session import run_session
 
 TESTS = """
-import pytest, torch
-import torch.distributed.fsdp as torch_fsdp
-from torch import nn
+import pytest
 from minifsdp.engine import shards
-from spec_tests.harness import ranks
-from spec_tests.models.running import Wire, batch, loss_of
-from spec_tests.models.sharding import sharded, wrapped
-from spec_tests.subject import FullyShardedDataParallel, fully_shard, share_comm_ctx, trace
+from spec_tests.subject import FullyShardedDataParallel, fully_shard, share_comm_ctx
 
 FSDP = FullyShardedDataParallel
 

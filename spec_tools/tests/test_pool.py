@@ -37,21 +37,6 @@ def failure_of(body: Callable[..., None], **arguments: object) -> str:
     return str(caught.value)
 
 
-# ---- a test that passes ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("flag", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@ranks(2)
-def test_a_body_runs_on_every_rank_with_its_parameters(flag: bool, dtype: torch.dtype, tmp_path: pathlib.Path) -> None:
-    total = torch.full((2,), float(dist.get_rank() + flag), dtype=dtype)
-    dist.all_reduce(total)
-    assert total.tolist() == [1.0 + 2 * flag] * 2
-    (tmp_path / str(dist.get_rank())).touch()
-    dist.barrier()
-    assert {path.name for path in tmp_path.iterdir()} == {"0", "1"}
-
-
 @ranks(2)
 def note_process(folder: pathlib.Path) -> None:
     (folder / f"{os.getpid()}").touch()
