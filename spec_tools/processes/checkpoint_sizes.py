@@ -93,14 +93,6 @@ class Checkpoint:
         rows = max(-(-shape[0] // self.num_ranks) * prod(shape[1:]) for unit in self.units for shape in unit)
         return self.element_size * (averages + (self.num_ranks + 1) * rows) if is_flat else 0
 
-    def async_memory(self, rank: int, *, is_flat: bool) -> int:
-        """The same during ``async_save``, which copies the state dicts before it returns.
-
-        The copy is made after the unit's memory has been released.
-        """
-        own = self.file_bytes(rank)
-        return max(self.save_memory(rank, is_flat=is_flat), own + own) if is_flat else own
-
     def sent_bytes(self, *, is_flat: bool) -> float:
         """Bytes that each rank sends and receives for the state dicts: the all-gathers of units with a flat parameter.
 
