@@ -183,7 +183,7 @@ def rewrite_manifest(change: Callable[[str], str]) -> Callable[[Path], object]:
 
 
 UNREADABLE = r"file manifest.json, key contents: expected .*, found (JSONDecode|Recursion)Error"
-# What happens to the folder of a checkpoint, and the problem that ranks report.
+# By name: an action on the folder of a checkpoint, and the problem that ranks report.
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated file": (
         lambda folder: os.truncate(folder / "part-1", 400),
