@@ -1,7 +1,7 @@
 """Prefetching: implicit, by explicit lists, and manual.
 
 A `Watch` records which blocks are in memory during each unit's forward and backward; the tracer records the order in
-which operations are issued. Complete event orders without explicit lists are in ``test_counts.py``.
+which operations are issued. Complete event orders without explicit lists are in ``test_timelines.py``.
 """
 
 from __future__ import annotations
@@ -11,15 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from spec_tests.harness import device, ranks
+from spec_tests.harness import ranks
 from spec_tests.models import apis, running
 from spec_tests.models.modules import seeded
 from spec_tests.models.values import assert_same
-from spec_tests.subject import fully_shard, trace
+from spec_tests.subject import trace
 
 
 def ahead(model: Any, num: int) -> Any:
@@ -33,48 +31,6 @@ def ahead(model: Any, num: int) -> Any:
 
 def words_of(model: nn.Module, step: int = 0) -> list[str]:
     return running.recorded_iteration(model, step).split()
-
-
-# --- the copy-out ---
-
-
-class Order(TorchDispatchMode):
-    """The all-gathers and the copy-outs, in the order in which the CPU issues them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if "split_with_sizes_copy" in name:
-            self.found.append("copy-out")
-        elif name == "c10d::_allgather_base_":
-            self.found.append("all-gather")
-        return func(*args, **(kwargs or {}))
-
-
-def order_of_a_forward(shard: Any) -> list[str]:
-    model = nn.Sequential(*(nn.Linear(4, 4, device=device()) for _ in range(3)))
-    for layer in model:
-        shard(layer)
-    shard(model)
-    model[0].set_modules_to_forward_prefetch([model[1]])
-    model[1].set_modules_to_forward_prefetch([model[2]])
-    x = torch.ones(2, 4, device=device())
-    model(x).sum().backward()
-    with Order() as order:
-        model(x)
-    return order.found
-
-
-@pytest.mark.spec("FS2-PREF-03")
-@pytest.mark.not_simulated("the oracle is torch's own fully_shard")
-@ranks(2)
-def test_forward_prefetches_after_its_own_copy_out() -> None:
-    """Otherwise the buffer of the prefetched all-gather is allocated before the own buffer is freed."""
-    expected = ["all-gather", "copy-out", "all-gather", "copy-out", "all-gather", "copy-out"]
-    assert order_of_a_forward(fully_shard) == order_of_a_forward(torch_fsdp.fully_shard) == expected
 
 
 # --- implicit ---
@@ -96,15 +52,29 @@ def test_unit_used_twice_is_prefetched_twice_in_that_order() -> None:
 # --- explicit lists ---
 
 
-@pytest.mark.spec("FS2-PREF-03", "FS2-PREF-04", "MIG-13")
+@pytest.mark.spec("FS2-PREF-03", "FS2-PREF-04", "FS2-PREF-09", "MIG-13")
+@pytest.mark.proof("order only")
+@pytest.mark.parametrize(
+    ("num_ahead", "forward", "backward"),
+    [
+        (
+            1,
+            "AGR AG0 AG1 F0 FREE0 AG2 F1 FREE1 AG3 F2 FREE2 F3 FREE3 keepR",
+            "AG3 B3 AG2 FREE3 RS3 B2 AG1 FREE2 RS2 B1 AG0 FREE1 RS1 B0 FREE0 RS0 FREER RSR",
+        ),
+        (
+            2,
+            "AGR AG0 AG1 AG2 F0 FREE0 AG3 F1 FREE1 F2 FREE2 F3 FREE3 keepR",
+            "AG3 B3 AG2 AG1 FREE3 RS3 B2 AG0 FREE2 RS2 B1 FREE1 RS1 B0 FREE0 RS0 FREER RSR",
+        ),
+    ],
+)
 @ranks(2)
-def test_full_iteration_prefetching_two_units() -> None:
-    model = ahead(apis.FULLY_SHARD.shard(), 2)
+def test_full_iteration_prefetching_some_units(num_ahead: int, forward: str, backward: str) -> None:
+    """An explicit all-gather is issued one layer earlier than an implicit one (see ``test_timelines.py``)."""
+    model = ahead(apis.FULLY_SHARD.shard(), num_ahead)
     for step in range(3):
-        assert running.recorded_iteration(model, step) == (
-            "AGR AG0 AG1 AG2 F0 FREE0 AG3 F1 FREE1 F2 FREE2 F3 FREE3 keepR | "
-            "AG3 B3 AG2 AG1 FREE3 RS3 B2 AG0 FREE2 RS2 B1 FREE1 RS1 B0 FREE0 RS0 FREER RSR"
-        )
+        assert running.recorded_iteration(model, step) == f"{forward} | {backward}"
 
 
 @pytest.mark.spec("FS2-PREF-03")
@@ -143,7 +113,8 @@ def test_root_may_prefetch_its_first_blocks() -> None:
 @pytest.mark.spec("FS2-17", "FS2-PREF-02", "FS2-PREF-05")
 @pytest.mark.parametrize("num_ahead", [None, 1, 2])
 @ranks(2)
-def test_expected_number_of_blocks_is_in_memory_during_each_computation(num_ahead: int | None) -> None:
+def test_only_the_current_block_has_unsharded_parameters_during_each_computation(num_ahead: int | None) -> None:
+    """A prefetched all-gather has one buffer. Its block gets the memory of its parameters when it is used."""
     plain = seeded()
     watch = running.Watch(plain)
     alive: dict[str, list[str]] = {}
@@ -154,11 +125,9 @@ def test_expected_number_of_blocks_is_in_memory_during_each_computation(num_ahea
         ahead(model, num_ahead)
     running.iterate(model)
     running.iterate(model, 1)
-    for index in range(4):
-        assert alive[f"F blocks.{index}"][:1] == [f"blocks.{index}"]
-        assert len(alive[f"F blocks.{index}"]) <= 1 + (num_ahead or 0)
-        assert len(alive[f"B blocks.{index}"]) <= 1 + (1 if num_ahead is None else num_ahead)
-        assert f"blocks.{index}" in alive[f"B blocks.{index}"]
+    for block in (f"blocks.{index}" for index in range(4)):
+        assert alive[f"F {block}"] == [block]
+        assert alive[f"B {block}"] == [block]
     assert watch.alive() == []
 
 
@@ -224,13 +193,3 @@ def test_prefetch_settings_do_not_change_results_also_for_blocks_that_do_not_run
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-
-
-@pytest.mark.spec("FS2-PREF-09")
-@pytest.mark.proof("order only")
-@ranks(2)
-def test_explicit_all_gather_is_issued_one_layer_earlier() -> None:
-    implicit, explicit = words_of(apis.FULLY_SHARD.shard()), words_of(ahead(apis.FULLY_SHARD.shard(), 1))
-    for index in range(1, 4):
-        assert implicit.index(f"AG{index}") > implicit.index(f"F{index - 1}")
-        assert explicit.index(f"AG{index}") < explicit.index(f"F{index - 1}")

@@ -117,10 +117,16 @@ def test_the_compute_stream_divides_nothing_and_reduces_nothing(api: str) -> Non
     assert not [name for name in log.on("compute stream") if name.startswith(("div", "reduce"))]
 
 
-@pytest.mark.spec("STREAM-17")
+@pytest.mark.spec("STREAM-17", "FS2-PREF-03")
+@pytest.mark.parametrize("prefetches", [False, True])
 @rank_among_fake_ranks(2)
-def test_each_all_gather_is_copied_out_before_the_next() -> None:
-    log = blocks.logged(blocks.per_parameter())
+def test_each_all_gather_is_copied_out_before_the_next(prefetches: bool) -> None:
+    """Otherwise the buffer of the next all-gather is allocated before the own buffer is freed."""
+    model = blocks.per_parameter()
+    if prefetches:
+        for block, following in itertools.pairwise(model):
+            block.set_modules_to_forward_prefetch([following])
+    log = blocks.logged(model)
     kinds = {"all_gather": "gather", "split_with": "copy"}
     found = [kinds[o.name[:10]] for o in log.operations if o.name[:10] in kinds]
     assert found == ["gather", "copy"] * len(log.gathers)
