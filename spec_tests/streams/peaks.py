@@ -19,30 +19,29 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
 import json
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
-from types import ModuleType
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from spec_tests.harness import simulated
+from spec_tests import subject
+from spec_tests.harness import device, pool
+from spec_tests.harness.accounting import ROOT
+from spec_tests.harness.simulated import WORLD
+from spec_tests.models.apis import FULLY_SHARD, ORIGINALS, WRAPPED, Api
 from spec_tests.models.modules import MLP
 
 __all__ = ["CASES", "KINDS", "RECORD", "Case", "network", "peaks"]
 
-RECORD = Path(__file__).resolve().parents[2] / "docs" / "data" / "stream-peaks.json"
-SIM = "sim:0"
-OURS, THEIRS = "minifsdp", "torch.distributed.fsdp"
-KINDS = ("flat", "original", "fully_shard")
+RECORD = ROOT / "docs" / "data" / "stream-peaks.json"
+KINDS = {"flat": WRAPPED, "original": ORIGINALS, "fully_shard": FULLY_SHARD}
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,13 @@ class Case:
 
     Attributes:
         strategy: FSDP1's name of the strategy.
-        low: dtypes of parameters and reductions for mixed precision; empty for none.
+        precision: dtypes of parameters and reductions for mixed precision; ``None`` for none.
         offload: whether shards are stored on the CPU.
         micro_batches: number of micro-batches in a step; all but the last without synchronization.
     """
 
     strategy: str = "FULL_SHARD"
-    low: dict[str, torch.dtype] = field(default_factory=dict)
+    precision: dict[str, torch.dtype] | None = None
     offload: bool = False
     micro_batches: int = 1
 
@@ -71,14 +70,14 @@ BF16 = {"param_dtype": torch.bfloat16}
 CASES = {
     "float32": Case(),
     "float32, kept": Case(strategy="SHARD_GRAD_OP"),
-    "bfloat16": Case(low=BF16),
-    "bfloat16, reduced in float32": Case(low={**BF16, "reduce_dtype": torch.float32}),
+    "bfloat16": Case(precision=BF16),
+    "bfloat16, reduced in float32": Case(precision={**BF16, "reduce_dtype": torch.float32}),
     "offload": Case(offload=True),
-    "bfloat16, offload": Case(low=BF16, offload=True),
+    "bfloat16, offload": Case(precision=BF16, offload=True),
     "hybrid": Case(strategy="HYBRID_SHARD"),
-    "bfloat16, hybrid": Case(strategy="HYBRID_SHARD", low=BF16),
+    "bfloat16, hybrid": Case(strategy="HYBRID_SHARD", precision=BF16),
     "accumulation": Case(micro_batches=3),
-    "bfloat16, accumulation": Case(low=BF16, micro_batches=3),
+    "bfloat16, accumulation": Case(precision=BF16, micro_batches=3),
 }
 
 
@@ -92,104 +91,57 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 16), *blocks, nn.Linear(16, 16))
 
 
-def trained(library: str, kind: str, case: Case) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
-    """The sharded model, and a context in which backward does not reduce gradients."""
-    words, model = importlib.import_module(library), network()
-    if kind == "fully_shard":
-        return _sharded(words, model, case)
-    options: dict[str, Any] = {
-        "auto_wrap_policy": importlib.import_module(f"{library}.wrap").ModuleWrapPolicy({MLP, Single}),
-        "sharding_strategy": words.ShardingStrategy[case.strategy],
-        "device_id": torch.device(SIM),
-        "use_orig_params": kind == "original",
-    }
-    if case.low:
-        options["mixed_precision"] = words.MixedPrecision(**case.low)
-    if case.offload:
-        options["cpu_offload"] = words.CPUOffload(offload_params=True)
-    if case.num_ranks == 4:
-        options["device_mesh"] = init_device_mesh("sim", (2, 2), mesh_dim_names=("replicate", "shard"))
-    wrapped = words.FullyShardedDataParallel(model, **options)
-    return wrapped, wrapped.no_sync
-
-
-def _sharded(
-    words: ModuleType, model: nn.Module, case: Case
-) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
-    options: dict[str, Any] = {"reshard_after_forward": case.strategy != "SHARD_GRAD_OP"}
-    if case.low:
-        options["mp_policy"] = words.MixedPrecisionPolicy(**case.low)
-    if case.offload:
-        options["offload_policy"] = words.CPUOffloadPolicy()
-    else:
-        model.to(SIM)
-    if case.num_ranks == 4:
-        options["mesh"] = init_device_mesh("sim", (2, 2), mesh_dim_names=("replicate", "shard"))
-    else:
-        options["mesh"] = init_device_mesh("sim", (2,))
-    for module in model:
-        if isinstance(module, MLP | Single):
-            words.fully_shard(module, **options)
-    return words.fully_shard(model, **options), nullcontext
-
-
-def _step(model: nn.Module, no_sync: Callable[[], Any], optimizer: torch.optim.Optimizer, case: Case) -> None:
-    for number in range(case.micro_batches):
-        is_last = number == case.micro_batches - 1
-        if hasattr(model, "set_requires_gradient_sync"):
-            model.set_requires_gradient_sync(is_last)
-        with nullcontext() if is_last else no_sync():
-            model(torch.randn(4, 16, device=SIM)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def peak(library: str, kind: str, case: Case) -> int:
+def peak(api: Api, case: Case) -> int:
     """Peak bytes of the third step."""
-    memory = simulated.WORLD.memory
+    memory = WORLD.memory
     gc.collect()
     memory.calm()
     before = memory.num_bytes
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, no_sync = trained(library, kind, case)
+        plain = network() if case.offload else network().to(device())
+        options: dict[str, Any] = {"precision": case.precision, "offload": case.offload}
+        if case.offload and api.name == "fully_shard":
+            # With pinned memory, which `Api` does not use.
+            options["offload_policy"] = (torch_fsdp if api.is_torch else subject).CPUOffloadPolicy()
+        strategy = subject.ShardingStrategy[case.strategy]
+        model = api.shard(plain, unit_classes=(MLP, Single), strategy=strategy, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(3):
-        torch.get_device_module("sim").synchronize()
+        WORLD.synchronize()
         memory.calm()
-        _step(model, no_sync, optimizer, case)
+        for number in range(case.micro_batches):
+            is_last = number == case.micro_batches - 1
+            with nullcontext() if is_last else api.no_sync(model):
+                model(torch.randn(4, 16, device=device())).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     return memory.peak - before
 
 
 def peaks(kind: str, case: Case) -> tuple[int, int]:
     """The peaks of minifsdp and of torch."""
-    found = []
-    for library in (OURS, THEIRS):
-        found.append(peak(library, kind, case))
-    return found[0], found[1]
+    api = KINDS[kind]
+    return peak(api, case), peak(api.of_torch(), case)
 
 
 def main() -> None:
     """Prints all cases, and records them with ``--record``."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     parser = argparse.ArgumentParser(prog="python -m spec_tests.streams.peaks")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.name}")
     asked = parser.parse_args()
-    device, store = simulated.install(), FakeStore()
+    pool.use_device("simulated")
     found: dict[str, dict[str, tuple[int, int]]] = {}
-    print(f"{'':32}" + "".join(f"{kind:>26}" for kind in KINDS))
-    for name, case in CASES.items():
-        cells, found[name] = [], {}
-        for kind in KINDS:
-            dist.init_process_group("simulated", rank=0, world_size=case.num_ranks, store=store, device_id=device)
-            simulated.WORLD.begin()
-            ours, theirs = found[name][kind] = peaks(kind, case)
-            cells.append(f"{ours:>8} {theirs:>8} {ours / theirs:>8.3f}")
-            dist.destroy_process_group()
-        print(f"{name:32}" + " ".join(cells))
+    for num_ranks in (2, 4):
+        dist.init_process_group("simulated", rank=0, world_size=num_ranks, store=FakeStore(), device_id=device())
+        for name, case in CASES.items():
+            if case.num_ranks == num_ranks:
+                found[name] = {kind: peaks(kind, case) for kind in KINDS}
+                print(f"{name:32}", found[name])
+        dist.destroy_process_group()
     if asked.record:
-        RECORD.write_text(json.dumps({"torch": torch.__version__, "peaks": found}, indent=1) + "\n", encoding="utf-8")
+        record = {"torch": torch.__version__, "peaks": {name: found[name] for name in CASES}}
+        RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
