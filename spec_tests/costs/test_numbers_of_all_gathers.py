@@ -8,8 +8,6 @@ the strategy says, with and without grad mode.
 from __future__ import annotations
 
 import copy
-import warnings
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,12 +17,18 @@ from torch import Tensor, nn
 
 from spec_tests import subject
 from spec_tests.harness import device, ranks
+from spec_tests.models import apis
 from spec_tests.models.running import Wire
+from spec_tests.subject import ShardingStrategy
 
 pytestmark = [
     pytest.mark.spec("FRESH-09"),
     pytest.mark.not_simulated("the oracle is torch's own FSDP"),
 ]
+
+
+class Inner(nn.Linear):
+    """An inner unit."""
 
 
 class Net(nn.Module):
@@ -33,7 +37,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second, self.head = (nn.Linear(8, 8) for _ in range(3))
+        self.first, self.second, self.head = Inner(8, 8), Inner(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
         x = torch.tanh(self.first(x))
@@ -49,30 +53,22 @@ class Linear(Net):
         return result
 
 
-FULLY_SHARD = {f"fully_shard {keeps}": {"reshard_after_forward": keeps} for keeps in (None, True, False, 1)}
+# By name: the API, and its options.
+FULLY_SHARD = {
+    f"fully_shard {keeps}": (apis.FULLY_SHARD, {"reshard_after_forward": keeps}) for keeps in (None, True, False, 1)
+}
 WRAPPER = {
-    f"{strategy} {'original' if originals else 'flat'}": {"sharding_strategy": strategy, "use_orig_params": originals}
+    f"{strategy} {name}": (api, {"strategy": ShardingStrategy[strategy]})
     for strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
-    for originals in (False, True)
+    for name, api in (("flat", apis.WRAPPED), ("original", apis.ORIGINALS))
 }
 BOTH = FULLY_SHARD | WRAPPER
 
 
-def shard(library: Any, kind: str, net: Any) -> Any:
+def shard(kind: str, net: nn.Module, *, is_torch: bool = False) -> Any:
     """Shards the model with the options of ``kind``, with torch or with the implementation that is tested."""
-    options: dict[str, Any] = dict(BOTH[kind])
-    if kind in FULLY_SHARD:
-        for unit in (net.first, net.second, net):
-            library.fully_shard(unit, **options)
-        return net
-    options["sharding_strategy"] = library.ShardingStrategy[options["sharding_strategy"]]
-    options["device_id"] = device()
-    with warnings.catch_warnings():
-        # torch calls NO_SHARD deprecated.
-        warnings.simplefilter("ignore", FutureWarning)
-        net.first = library.FullyShardedDataParallel(net.first, **options)
-        net.second = library.FullyShardedDataParallel(net.second, **options)
-        return library.FullyShardedDataParallel(net, **options)
+    api, options = BOTH[kind]
+    return (api.of_torch() if is_torch else api).shard(net, unit_classes=(Inner,), **options)
 
 
 class Program:
@@ -82,10 +78,10 @@ class Program:
         counts: the number of all-gathers of each call.
     """
 
-    def __init__(self, library: ModuleType, kind: str, calls: str) -> None:
-        self.library: Any = library
+    def __init__(self, kind: str, calls: str, *, is_torch: bool = False) -> None:
+        self.wrapper = (torch_fsdp if is_torch else subject).FullyShardedDataParallel
         self.plain: Any = Net().to(device())
-        self.model = shard(library, kind, copy.deepcopy(self.plain))
+        self.model = shard(kind, copy.deepcopy(self.plain), is_torch=is_torch)
         self.inner = self.model if kind in FULLY_SHARD else self.model.module
         self.units = [self.model, self.inner.first, self.inner.second]
         self.both = [(one, torch.optim.SGD(one.parameters(), lr=0.1)) for one in (self.model, self.plain)]
@@ -162,12 +158,11 @@ class Program:
             self.backward()
 
     def summon(self) -> None:
-        wrapper = self.library.FullyShardedDataParallel
-        with wrapper.summon_full_params(self.model, writeback=False):
+        with self.wrapper.summon_full_params(self.model, writeback=False):
             torch.testing.assert_close(list(self.model.parameters()), list(self.plain.parameters()))
 
     def summon_and_scale(self) -> None:
-        with self.library.FullyShardedDataParallel.summon_full_params(self.model):
+        with self.wrapper.summon_full_params(self.model):
             self.scale()
 
 
@@ -215,8 +210,8 @@ ALL_CALLS = [
 @pytest.mark.parametrize(("kind", "calls"), ALL_CALLS)
 @ranks(2)
 def test_a_call_all_gathers_as_often_as_with_torch(kind: str, calls: str) -> None:
-    ours = Program(subject, kind, calls).counts
-    assert ours == Program(torch_fsdp, kind, calls).counts
+    ours = Program(kind, calls).counts
+    assert ours == Program(kind, calls, is_torch=True).counts
 
 
 @pytest.mark.spec("FRESH-04")
@@ -225,15 +220,15 @@ def test_a_call_all_gathers_as_often_as_with_torch(kind: str, calls: str) -> Non
 @ranks(2)
 def test_kept_units_are_all_gathered_again_after_a_change(kind: str, calls: str) -> None:
     # torch uses the values of before the step or the change.
-    assert Program(subject, kind, calls).counts == [3, 0, 3]
+    assert Program(kind, calls).counts == [3, 0, 3]
 
 
 @pytest.mark.parametrize("kind", BOTH)
 @ranks(2)
 def test_a_model_trains_with_what_an_inference_has_all_gathered(kind: str) -> None:
     """torch raises an error, because the unsharded parameters are inference tensors."""
-    ours = Program(subject, kind, "inference train no_grad").counts
-    assert ours == Program(torch_fsdp, kind, "no_grad train no_grad").counts
+    ours = Program(kind, "inference train no_grad").counts
+    assert ours == Program(kind, "no_grad train no_grad", is_torch=True).counts
 
 
 @pytest.mark.spec("SUMMON-21")
@@ -241,9 +236,9 @@ def test_a_model_trains_with_what_an_inference_has_all_gathered(kind: str) -> No
 @ranks(2)
 def test_summoning_always_all_gathers_each_unit_once_and_keeps_units_that_it_does_not_write(kind: str) -> None:
     keeps = "SHARD_GRAD_OP" in kind
-    assert Program(subject, kind, "no_grad summon no_grad").counts == [3, 3, 0 if keeps else 2]
-    assert Program(subject, kind, "no_grad summon_and_scale no_grad").counts == [3, 3, 3]
-    assert Program(subject, kind, "forward summon backward").counts == [3, 3, 0 if keeps else 2]
+    assert Program(kind, "no_grad summon no_grad").counts == [3, 3, 0 if keeps else 2]
+    assert Program(kind, "no_grad summon_and_scale no_grad").counts == [3, 3, 3]
+    assert Program(kind, "forward summon backward").counts == [3, 3, 0 if keeps else 2]
 
 
 @pytest.mark.spec("SUMMON-21")
@@ -254,7 +249,7 @@ def test_backward_uses_the_values_that_were_written_while_summoned(kind: str, ev
     net = Linear().to(device())
     for parameter in net.parameters():
         nn.init.constant_(parameter, 0.5)
-    model, x = shard(subject, kind, net), torch.ones(2, 8, device=device())
+    model, x = shard(kind, net), torch.ones(2, 8, device=device())
     output = model(x)
     with subject.FullyShardedDataParallel.summon_full_params(model):
         for parameter in model.parameters():

@@ -6,12 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from minifsdp.engine.collectives import (
-    Scaling,
-    all_gather,
-    all_reduce,
-    reduce_scatter,
-)
+from minifsdp.engine.collectives import Scaling, all_gather, all_reduce, reduce_scatter
 from minifsdp.engine.exchange import broadcast
 from minifsdp.engine.mesh import Group, default_group
 from spec_tests.harness import device, ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import pathlib
@@ -45,6 +46,19 @@ def values(number: int, rank: int, dtype: torch.dtype) -> torch.Tensor:
     return (drawn > 0) if dtype is torch.bool else drawn.to(dtype)
 
 
+def assert_exchanged_values_are_right(group: Group, number: int, dtype: torch.dtype) -> None:
+    """All-gathers and reduce-scatters ``number`` values of each rank. Sums are in the order of the ranks."""
+    output = torch.empty(group.size * number, dtype=dtype)
+    collectives.all_gather(group, output, values(number, group.rank, dtype)).wait()
+    assert torch.equal(output, torch.cat([values(number, rank, dtype) for rank in range(group.size)]))
+    if dtype is not torch.bool:
+        local_shard = torch.empty(number, dtype=dtype)
+        collectives.reduce_scatter(group, local_shard, values(group.size * number, group.rank, dtype)).wait()
+        of_ranks = [values(group.size * number, rank, dtype) for rank in range(group.size)]
+        total = functools.reduce(torch.add, of_ranks)
+        assert torch.equal(local_shard, total.tensor_split(group.size)[group.rank])
+
+
 def group_with_transport(least_bytes: int) -> Group:
     """The group of all ranks, with a transport that sends shards of fewer bytes in gloo's thread."""
     group: Any = world()
@@ -62,29 +76,15 @@ WAYS = pytest.mark.parametrize("least_bytes", [0, 2**30], ids=["large", "small"]
 @WAYS
 @ranks(2)
 def test_two_ranks_all_gather_and_reduce_scatter_correctly(number: int, dtype: torch.dtype, least_bytes: int) -> None:
-    group, rank = group_with_transport(least_bytes), dist.get_rank()
-    output = torch.empty(2 * number, dtype=dtype)
-    collectives.all_gather(group, output, values(number, rank, dtype)).wait()
-    assert torch.equal(output, torch.cat([values(number, 0, dtype), values(number, 1, dtype)]))
-    if dtype is not torch.bool:
-        local_shard = torch.empty(number, dtype=dtype)
-        collectives.reduce_scatter(group, local_shard, values(2 * number, rank, dtype)).wait()
-        first, second = (values(2 * number, each, dtype).tensor_split(2)[rank] for each in range(2))
-        assert torch.equal(local_shard, first + second)
+    assert_exchanged_values_are_right(group_with_transport(least_bytes), number, dtype)
 
 
 @pytest.mark.spec("WIRE-01", "WIRE-02")
-@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype is not torch.bool], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @WAYS
 @ranks(4)
 def test_four_ranks_sum_in_the_order_of_the_ranks(dtype: torch.dtype, least_bytes: int) -> None:
-    group, rank = group_with_transport(least_bytes), dist.get_rank()
-    output, local_shard = torch.empty(400, dtype=dtype), torch.empty(100, dtype=dtype)
-    collectives.all_gather(group, output, values(100, rank, dtype)).wait()
-    assert torch.equal(output, torch.cat([values(100, each, dtype) for each in range(4)]))
-    collectives.reduce_scatter(group, local_shard, values(400, rank, dtype)).wait()
-    of_ranks = [values(400, each, dtype).chunk(4)[rank] for each in range(4)]
-    assert torch.equal(local_shard, ((of_ranks[0] + of_ranks[1]) + of_ranks[2]) + of_ranks[3])
+    assert_exchanged_values_are_right(group_with_transport(least_bytes), 100, dtype)
 
 
 @pytest.mark.spec("WIRE-02")
