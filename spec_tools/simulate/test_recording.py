@@ -35,6 +35,10 @@ def seconds(recording: Recording) -> float:
     return replay(recording, CARDS["H100"], SLOW).seconds
 
 
+def sizes_of_reductions(recording: Recording) -> list[int]:
+    return [item.num_bytes for item in recording.tape.items if isinstance(item, Collective) and item.kind == "RS"]
+
+
 # ---- the engine's own order and waits -------------------------------------------------------------------------------
 
 
@@ -180,21 +184,14 @@ def test_checkpointing_recomputes_and_saves_memory() -> None:
 @pytest.mark.spec("SIMULATE-05")
 @pytest.mark.parametrize("api", ["fsdp1", "fsdp2"])
 def test_accumulation_without_synchronization_reduces_once(api: str) -> None:
-    def reductions(recording: Recording) -> int:
-        return sum(isinstance(item, Collective) and item.kind == "RS" for item in recording.tape.items)
-
     each, last = (small(api=api, accumulation=3, no_sync=no_sync) for no_sync in (False, True))
-    assert reductions(each) == 3 * reductions(last) == 15
+    assert len(sizes_of_reductions(each)) == 3 * len(sizes_of_reductions(last)) == 15
     assert each.tokens == last.tokens == 3 * SMALL.sequence
 
 
 @pytest.mark.spec("SIMULATE-05")
 def test_unit_of_several_blocks_has_fewer_and_larger_collectives() -> None:
-    def sizes(unit: int) -> list[int]:
-        items = small(unit=unit).tape.items
-        return [item.num_bytes for item in items if isinstance(item, Collective) and item.kind == "RS"]
-
-    one, two = sizes(1), sizes(2)
+    one, two = sizes_of_reductions(small(unit=1)), sizes_of_reductions(small(unit=2))
     assert (len(one), len(two)) == (5, 3)
     assert sum(one) == sum(two)
 
