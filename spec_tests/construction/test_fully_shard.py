@@ -1,6 +1,6 @@
 """The effects of ``fully_shard`` on a module: its class, its parameters, and when it is unsharded.
 
-Most tests use two ranks and a `Stack`. Complete event orders are tested in ``prefetch/test_counts.py``, numerical
+Most tests use two ranks and a `Stack`. Complete event orders are tested in ``prefetch/test_timelines.py``, numerical
 results in ``parity/test_parity.py``.
 """
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from spec_tests import oracles
 from spec_tests.harness import device, ranks
 from spec_tests.models import MODELS
+from spec_tests.models.apis import WRAPPED
 
 # --- comparing ---
 
@@ -58,7 +59,7 @@ def test_any_difference_is_found(changes: dict[str, Any], message: str) -> None:
 @ranks(2)
 def test_counter_counts_every_collective_of_a_step(name: str, gathers: int) -> None:
     info, recipe = MODELS[name], oracles.Recipe()
-    model = TORCH_FSDP1.shard(info.build().to(device()), unit_classes=info.unit_classes)
+    model = WRAPPED.of_torch().shard(info.build().to(device()), unit_classes=info.unit_classes)
     oracles.forward_backward(model, info, recipe, dist.get_rank(), step=0)
     with oracles.count_collectives() as counts:
         oracles.forward_backward(model, info, recipe, dist.get_rank(), step=1)
