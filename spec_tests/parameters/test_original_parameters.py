@@ -17,7 +17,7 @@ from spec_tests.models.gradients import assert_trains_like
 from spec_tests.models.modules import seeded
 from spec_tests.models.running import batch
 from spec_tests.models.sharding import wrapped
-from spec_tests.models.whole import by_name
+from spec_tests.oracles.gathering import clean_name
 from spec_tests.subject import FullyShardedDataParallel, ShardingStrategy, StateDictType
 
 FSDP = FullyShardedDataParallel
@@ -25,6 +25,11 @@ FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, *HYBRID = ShardingStrategy
 flat_strategies = pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP, NO_SHARD])
 flat_or_original = pytest.mark.parametrize("keep", [False, True], ids=["flat", "original"])
 sharding = pytest.mark.parametrize("strategy", [FULL_SHARD, SHARD_GRAD_OP])
+
+
+def by_name(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters, by their names before wrapping."""
+    return {clean_name(name): parameter for name, parameter in model.named_parameters()}
 
 
 # --- flat parameters ---
