@@ -13,7 +13,9 @@ import torch
 from spec_tests.harness import ranks
 from spec_tests.models import apis, running, values
 from spec_tests.models.modules import seeded
-from spec_tests.models.sharding import FULL_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2, NO_SHARD, SHARD_GRAD_OP
+from spec_tests.subject import ShardingStrategy
+
+FULL_SHARD, SHARD_GRAD_OP, NO_SHARD, HYBRID_SHARD, HYBRID_SHARD_ZERO2 = ShardingStrategy
 
 with_hybrids = apis.settings_of(
     (apis.WRAPPED, FULL_SHARD),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import (
     PipelineStage,
@@ -22,11 +21,10 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
 
 from spec_tests.harness import device, ranks
-from spec_tests.models import apis, running
+from spec_tests.models import apis, running, values
 from spec_tests.models.modules import seeded
-from spec_tests.models.values import full_values
 from spec_tests.oracles import count_collectives
-from spec_tests.subject import FSDPModule, FullyShardedDataParallel, fully_shard, trace
+from spec_tests.subject import FSDPModule, fully_shard, trace
 
 # --- backwards that follow later ---
 
@@ -83,7 +81,7 @@ def test_parameters_stay_unsharded_and_are_reduced_once(
 
 # --- pipeline schedules of PyTorch ---
 
-# For each schedule: the stages of the two pipeline ranks, and options.
+# For each schedule: the stages of the two pipeline ranks.
 ONE_EACH, IN_TURN, THERE_AND_BACK = [(0,), (1,)], [(0, 2), (1, 3)], [(0, 3), (1, 2)]
 SCHEDULES: list[tuple[Any, list[tuple[int, ...]]]] = [
     (ScheduleGPipe, ONE_EACH),
@@ -94,114 +92,70 @@ SCHEDULES: list[tuple[Any, list[tuple[int, ...]]]] = [
     (ScheduleZBVZeroBubble, THERE_AND_BACK),
     (ScheduleDualPipeV, THERE_AND_BACK),
 ]
-# Each with the number of pipeline steps for an optimizer step. The options and the accumulation are new in 2.15. In
-# torch 2.11, schedules in the form of a V send from a rank to itself in their first step, which gloo cannot do.
+# In torch 2.11, schedules in the form of a V send from a rank to itself in their first step, which gloo cannot do.
+V_FORM = pytest.mark.needs("torch>=2.12")
+# The options and the accumulation are new in 2.15.
+NEW = pytest.mark.needs("torch>=2.15")
+WAIT_LATER = {"defer_reduce_grad_wait": True}
+# Each with the number of pipeline steps for an optimizer step.
 CASES = [
-    *(
-        pytest.param(*case, {}, 1, marks=pytest.mark.needs("torch>=2.12") if case[1] is THERE_AND_BACK else ())
-        for case in SCHEDULES
-    ),
-    *(
-        pytest.param(*case, marks=pytest.mark.needs("torch>=2.15"))
-        for case in (
-            (ScheduleInterleaved1F1B, IN_TURN, {"defer_reduce_grad_wait": True}, 1),
-            (ScheduleInterleavedZeroBubble, IN_TURN, {"defer_reduce_grad_wait": True}, 1),
-            (ScheduleInterleaved1F1B, IN_TURN, {"max_active_stages": 1}, 1),
-            *((*case, {}, 2) for case in SCHEDULES),
-        )
-    ),
+    *(pytest.param(api, *schedule, {}, 1) for api in (apis.WRAPPED, apis.ORIGINALS) for schedule in SCHEDULES[:4]),
+    *(pytest.param(apis.FULLY_SHARD, *schedule, {}, 1) for schedule in SCHEDULES[:5]),
+    *(pytest.param(apis.FULLY_SHARD, *schedule, {}, 1, marks=V_FORM) for schedule in SCHEDULES[5:]),
+    *(pytest.param(apis.FULLY_SHARD, *schedule, {}, 2, marks=NEW) for schedule in SCHEDULES),
+    pytest.param(apis.FULLY_SHARD, ScheduleInterleaved1F1B, IN_TURN, WAIT_LATER, 1, marks=NEW),
+    pytest.param(apis.FULLY_SHARD, ScheduleInterleavedZeroBubble, IN_TURN, WAIT_LATER, 1, marks=NEW),
+    pytest.param(apis.FULLY_SHARD, ScheduleInterleaved1F1B, IN_TURN, {"max_active_stages": 1}, 1, marks=NEW),
 ]
 
 
-def loss(found: Tensor, wanted: Tensor) -> Tensor:
-    return (found - wanted).square().mean()
+def stage() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(device())
 
 
 @pytest.mark.spec("PROG-84")
-@pytest.mark.parametrize(("schedule_class", "placement", "options", "accumulate"), CASES)
+@pytest.mark.parametrize(("api", "schedule_class", "placement", "options", "accumulate"), CASES, ids=apis.name_of)
 @ranks(4)
 def test_a_pipeline_over_sharded_stages_trains_as_the_plain_model(
-    schedule_class: Any, placement: list[tuple[int, ...]], options: dict[str, Any], accumulate: int
+    api: apis.Api, schedule_class: Any, placement: list[tuple[int, ...]], options: dict[str, Any], accumulate: int
 ) -> None:
     mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("pp", "dp"))
     place, copy_number = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     num_stages, mine = sum(map(len, placement)), placement[place]
+    of_unit: dict[str, Any] = {"process_group": mesh["dp"].get_group()}
+    if api == apis.FULLY_SHARD:
+        of_unit = {"mesh": mesh["dp"], "reshard_after_forward": False}
     torch.manual_seed(0)
-    plain = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(num_stages))).to(
-        device()
-    )
+    plain = nn.Sequential(*(stage() for _ in range(num_stages)))
     model = copy.deepcopy(plain)
     for index in mine:
         # Two units in each stage.
-        fully_shard(model[index][2], mesh=mesh["dp"], reshard_after_forward=False)
-        fully_shard(model[index], mesh=mesh["dp"], reshard_after_forward=False)
+        model[index][2] = api.unit(model[index][2], **of_unit)
+        model[index] = api.unit(model[index], **of_unit)
     group = mesh["pp"].get_group()
     stages = [PipelineStage(model[index], index, num_stages, device(), group=group) for index in mine]
+    loss = nn.functional.mse_loss
     schedule = schedule_class(stages[0] if len(stages) == 1 else stages, 4, loss_fn=loss, **options)
-    parameters = [parameter for index in mine for parameter in model[index].parameters()]
-    optimizers = [torch.optim.SGD(of, lr=0.1) for of in (plain.parameters(), parameters)]
+    optimizers = [torch.optim.SGD(of.parameters(), lr=0.1) for of in (plain, *(model[index] for index in mine))]
+
     for step in range(2):
         for part in range(accumulate):
-            torch.manual_seed(10 * step + part)
-            batches = [[torch.randn(8, 8).to(device()) for _ in range(2)] for _ in range(2)]
+            batches = torch.randn(2, 2, 8, 8, device=device())
             x, wanted = batches[copy_number]
             named: dict[str, Any] = {"target": wanted, "losses": []} if num_stages - 1 in mine else {}
             if accumulate > 1:
                 named["finalize_gradients"] = part == accumulate - 1
             with count_collectives() as counts:
                 schedule.step(*([x] if place == 0 else []), **named)
-            if step == 1 and accumulate == 1 and "max_active_stages" not in options:
-                # The first step also infers shapes.
+            if step == 1 and accumulate == 1 and api == apis.FULLY_SHARD and "max_active_stages" not in options:
+                # The first step also infers shapes. The wrapper reduces the gradients of each micro-batch.
                 assert counts.calls["all_gather"] == counts.calls["reduce_scatter"] == 2 * len(mine)
             for x, wanted in batches:
                 (loss(plain(x), wanted) / 2).backward()
-        for index in mine:
-            for found, of in zip(model[index].parameters(), plain[index].parameters(), strict=True):
-                torch.testing.assert_close(found.grad.full_tensor(), of.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    dist.barrier()
-
-
-def layer() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)).to(device())
-
-
-@pytest.mark.spec("PROG-84")
-@pytest.mark.parametrize("use_orig_params", [True, False])
-@pytest.mark.parametrize(("schedule_class", "placement"), SCHEDULES[:4])
-@ranks(4)
-def test_a_pipeline_over_wrapped_stages_trains_as_the_plain_model(
-    schedule_class: Any, placement: list[tuple[int, ...]], use_orig_params: bool
-) -> None:
-    """The gradients of the micro-batches are reduced one by one, and added."""
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("pp", "dp"))
-    place, row = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-    num_stages, mine = sum(map(len, placement)), placement[place]
-    torch.manual_seed(0)
-    plain = nn.Sequential(*(layer() for _ in range(num_stages)))
-    wrap: Any = functools.partial(
-        FullyShardedDataParallel, process_group=mesh["dp"].get_group(), use_orig_params=use_orig_params
-    )
-    model = [wrap(nn.Sequential(*part[:2], wrap(part[2]))) for part in copy.deepcopy(plain)]
-    stages = [PipelineStage(model[i], i, num_stages, device(), group=mesh["pp"].get_group()) for i in mine]
-    schedule = schedule_class(stages[0] if len(stages) == 1 else stages, 4, loss_fn=loss)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (plain, *(model[i] for i in mine))]
-
-    for _ in range(2):
-        batches = torch.randn(2, 2, 8, 8, device=device())
-        x, wanted = batches[row]
-        schedule.step(*[x] * (place == 0), target=wanted if num_stages - 1 in mine else None)
-        for x, wanted in batches:
-            (loss(plain(x), wanted) / 2).backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
-    for i in mine:
-        found, expected = full_values(model[i]), dict(plain[i].named_parameters())
-        assert found.keys() == expected.keys()
-        for name, value in expected.items():
-            torch.testing.assert_close(found[name], value.detach())
+    for index in mine:
+        values.assert_same(values.full_values(model[index]), values.named(plain[index]), bitwise=False)
     dist.barrier()

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from spec_tests.harness import device, ranks
 from spec_tests.models import apis, running, values
@@ -38,24 +36,6 @@ def test_kept_gradient_is_reduced_if_the_last_micro_batch_skips_its_unit() -> No
     values.assert_same(apis.FULLY_SHARD.gradients(model), expected, bitwise=False)
 
 
-@pytest.mark.spec("FS2-SYNC-01")
-@ranks(2)
-def test_gradient_sync_setting_is_recursive_by_default() -> None:
-    model = apis.FULLY_SHARD.shard()
-    model.set_requires_gradient_sync(False, recurse=False)
-    with trace.record() as recorder:
-        running.iterate(model)
-    assert recorder.order("RS") == [f"RS blocks.{index}" for index in (3, 2, 1, 0)]
-    assert {name for name, p in model.named_parameters() if p.grad is None} == {
-        name for name, _ in model.named_parameters() if not name.startswith("blocks.")
-    }
-    model.set_requires_gradient_sync(False)
-    model.blocks[2].set_requires_gradient_sync(True)
-    with trace.record() as recorder:
-        running.iterate(model, 1)
-    assert recorder.order("RS") == ["RS blocks.2"]
-
-
 @pytest.mark.spec("FS2-SYNC-01", "FS2-MP-03")
 @ranks(2)
 def test_unreduced_gradients_add_up_in_the_dtype_of_the_reduction() -> None:
@@ -68,6 +48,24 @@ def test_unreduced_gradients_add_up_in_the_dtype_of_the_reduction() -> None:
         x = torch.full((1, 2), size, dtype=torch.bfloat16, device=model.weight.device)
         model(x).sum().backward()
     assert torch.equal(model.weight.grad.full_tensor(), torch.full_like(model.weight.grad.full_tensor(), 1 + 1 / 512))
+
+
+@pytest.mark.spec("FS2-SYNC-01", "NEW-08")
+@pytest.mark.parametrize(("setting", "kind"), [("set_requires_gradient_sync", "RS"), ("set_requires_all_reduce", "AR")])
+@ranks(4)
+def test_a_setting_applies_to_inner_units_by_default_and_may_be_changed_for_one(setting: str, kind: str) -> None:
+    model = apis.FULLY_SHARD.shard(strategy=ShardingStrategy.HYBRID_SHARD)
+    getattr(model, setting)(False, recurse=False)
+    with trace.record() as recorder:
+        running.iterate(model)
+    assert sorted(recorder.order(kind)) == [f"{kind} blocks.{index}" for index in range(4)]
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == name.startswith("blocks.")
+    getattr(model, setting)(False)
+    getattr(model.blocks[2], setting)(True)
+    with trace.record() as recorder:
+        running.iterate(model)
+    assert recorder.order(kind) == [f"{kind} blocks.2"]
 
 
 # --- set_requires_all_reduce ---
@@ -100,21 +98,6 @@ def test_the_last_of_several_backwards_all_reduces_the_sum(
             assert (apis.FULLY_SHARD.gradients(model) == {}) is not is_last
         values.assert_same(apis.FULLY_SHARD.gradients(model), values.mean_gradients(seeded(), range(len(setters))))
         model.zero_grad()
-
-
-@pytest.mark.spec("NEW-08")
-@ranks(4)
-def test_all_reduce_can_be_delayed_for_one_module() -> None:
-    model = apis.FULLY_SHARD.shard(strategy=ShardingStrategy.HYBRID_SHARD)
-    model.set_requires_all_reduce(False, recurse=False)
-    with trace.record() as recorder:
-        running.iterate(model)
-    assert sorted(recorder.order("AR")) == [f"AR blocks.{index}" for index in range(4)]
-    model.set_requires_all_reduce(False)
-    model.blocks[1].set_requires_all_reduce(True)
-    with trace.record() as recorder:
-        running.iterate(model)
-    assert recorder.order("AR") == ["AR blocks.1"]
 
 
 @pytest.mark.spec("NEW-08")
@@ -192,24 +175,6 @@ def test_iteration_after_the_last_backward_has_the_usual_order() -> None:
     assert running.recorded_iteration(model) == usual
 
 
-@pytest.mark.spec("GRAD-04", "FS2-SYNC-01")
-@ranks(2)
-def test_unreduced_gradients_are_converted_with_the_model() -> None:
-    model = apis.FULLY_SHARD.shard()
-    model.set_requires_gradient_sync(False)
-    (model(running.batch(0)).square().mean() * 2**26).backward()
-    model.double()
-    model.set_requires_gradient_sync(True)
-    model(running.batch(1).double()).square().mean().backward()
-    parts = [values.local_gradients(seeded(), (0,), rank) for rank in range(dist.get_world_size())]
-    expected = {name: sum(part[name].double() for part in parts) / len(parts) * 2**26 for name in parts[0]}
-    later = apis.FULLY_SHARD.gradients(model)
-    model.zero_grad()
-    model(running.batch(1).double()).square().mean().backward()
-    added = apis.FULLY_SHARD.gradients(model)
-    values.assert_same({name: later[name] - expected[name] for name in later}, added, bitwise=False)
-
-
 # --- gradients that are not reduced yet ---
 
 
@@ -248,23 +213,3 @@ def test_zero_grad_clears_the_gradient_whose_reduction_is_in_flight(set_to_none:
     model.set_is_last_backward(True)
     running.iterate(model, 1)
     values.assert_same(apis.FULLY_SHARD.gradients(model), values.mean_gradients(seeded(), (1,)))
-
-
-# --- resharding while gradients are accumulated ---
-
-
-@pytest.mark.spec("NEW-06", "FS2-SYNC-01")
-@ranks(2)
-def test_first_micro_batch_all_gathers_once_without_reshard() -> None:
-    model = apis.FULLY_SHARD.shard(reshard_after_forward=False)
-    model.set_reshard_after_backward(False)
-    gathers = []
-    for step in range(3):
-        model.set_requires_gradient_sync(step == 2)
-        model.set_reshard_after_backward(step == 2)
-        with trace.record() as recorder:
-            running.iterate(model, step)
-        gathers.append(recorder.count("AG"))
-    assert gathers == [5, 0, 0]
-    values.assert_same(apis.FULLY_SHARD.gradients(model), values.mean_gradients(seeded(), (0, 1, 2)))
-    assert {type(p.data) for p in model.parameters()} == {DTensor}

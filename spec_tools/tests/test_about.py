@@ -21,7 +21,9 @@ def listed(topics: str) -> list[str]:
 def test_the_list_has_what_is_about_all_topics_and_nothing_else() -> None:
     found = listed("no_sync, fully_shard, precision")
     assert "test_unreduced_gradients_add_up_in_the_dtype_of_the_reduction" in found
-    assert "test_all_reduce_can_be_delayed_for_one_module" not in found, "that test is not about precision"
+    assert "test_a_setting_applies_to_inner_units_by_default_and_may_be_changed_for_one" not in found, (
+        "that test is not about precision"
+    )
 
 
 def test_a_variant_of_both_apis_is_only_about_its_own_api() -> None:
