@@ -29,47 +29,25 @@ from minifsdp.checks.collective_log import log
 from minifsdp.engine.mesh import Group, default_group
 from minifsdp.watchdog import process
 from spec_tests.harness import device, ranks
-from spec_tests.models.running import Wire
-from spec_tests.models.torch_names import ShardPlacementResult
+from spec_tests.models import apis, running, torch_names
 from spec_tests.subject import FullyShardedDataParallel as FSDP
 from spec_tests.subject import ShardingStrategy, fully_shard
 
 WIDTH = 6
-APIS = ("wrapper", "function")
-STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP")
+# Blocks 0 and 1 have equal sizes. Only the index in their names differs.
+USUAL, SWAPPED = (0, 1), (1, 0)
+strategies = pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
 
 
-class Pair(nn.Module):
-    """Two equal layers in a list, which run in the order of ``order``. Only the index in their names differs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-
-    def forward(self, x: Tensor, order: str = "01") -> Tensor:
-        for index in map(int, order):
-            x = self.layers[index](x)
-        return x
-
-
-def sharded(api: str, strategy: str = "FULL_SHARD", mesh: Any = None) -> Any:
-    model = Pair().to(device())
+def sharded(api: apis.Api, strategy: Any = ShardingStrategy.FULL_SHARD) -> Any:
+    model = api.shard(strategy=strategy)
     # Collectives are counted from here on. Earlier tests on these ranks may have issued some that were never compared.
     log.sequence_of(Group.of(default_group())).begin_epoch()
-    if api == "function":
-        mesh = mesh or init_device_mesh(device().type, (dist.get_world_size(),))
-        keeps = strategy == "SHARD_GRAD_OP"
-        for part in (*model.layers, model):
-            fully_shard(part, mesh=mesh, reshard_after_forward=not keeps)
-        return model
-    how: dict[str, Any] = {"sharding_strategy": ShardingStrategy[strategy], "device_id": device(), "device_mesh": mesh}
-    model.layers = nn.ModuleList(FSDP(layer, **how) for layer in model.layers)
-    return FSDP(model, **how)
+    return model
 
 
-def step(model: Any, order: str = "01") -> None:
-    model(torch.ones(2, WIDTH, device=device()), order).sum().backward()
+def step(model: Any, order: tuple[int, ...] = USUAL) -> None:
+    running.iterate(model, order=order)
 
 
 def parts_in(model: Any, train: Callable[[], None], then: Callable[[], None]) -> str:
@@ -92,55 +70,65 @@ def parts_in(model: Any, train: Callable[[], None], then: Callable[[], None]) ->
     return text
 
 
-def assert_names_both_layers(text: str) -> None:
-    assert "The ranks diverge at collective 0 of group" in text
+def assert_names_both_blocks(text: str) -> None:
+    # Collective 0 is the all-gather of the root.
+    assert "The ranks diverge at collective 1 of group" in text
     for rank in range(2):
-        assert re.search(rf"rank {rank}: all-gather of 'layers.{rank}' in forward \(test_comparison.py:\d+\)", text)
+        assert re.search(rf"rank {rank}: all-gather of 'blocks.{rank}' in forward \(running.py:\d+\)", text)
 
 
 @pytest.mark.spec("ORDER-01", "ORDER-03")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("api", APIS)
+@strategies
+@apis.both_apis
 @ranks(2)
-def test_equal_units_in_another_order_cause_one_warning_that_names_them(api: str, strategy: str) -> None:
+def test_equal_units_in_another_order_cause_one_warning_that_names_them(api: apis.Api, strategy: Any) -> None:
     model = sharded(api, strategy)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for order in ("01", "01", "10", "01", "10", "01"):
-            step(model, order if dist.get_rank() else "01")
+        for order in (USUAL, USUAL, SWAPPED, USUAL, SWAPPED, USUAL):
+            step(model, order if dist.get_rank() else USUAL)
     (text,) = [str(one.message) for one in caught if "different numbers in their roots" in str(one.message)]
-    assert_names_both_layers(text)
+    assert_names_both_blocks(text)
 
 
 @pytest.mark.spec("ORDER-01", "ORDER-02", "ORDER-03", "ORDER-07", "NEW-19", "DEBUG-07")
 @pytest.mark.parametrize("num_before", [0, 2])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("api", APIS)
+@pytest.mark.parametrize("by_torch", [False, True], ids=["debug", "debug level of torch"])
+@strategies
+@apis.both_apis
 @ranks(2)
-def test_debug_mode_raises_for_equal_units_in_another_order(api: str, strategy: str, num_before: int) -> None:
-    model = sharded(api, strategy)
-    for _ in range(num_before):
-        step(model)
-        model.zero_grad()
-    with debug("order"):
-        text = parts_in(model, lambda: step(model, "10" if dist.get_rank() else "01"), lambda: step(model))
-    assert_names_both_layers(text)
+def test_debug_mode_raises_for_equal_units_in_another_order(
+    api: apis.Api, strategy: Any, by_torch: bool, num_before: int
+) -> None:
+    """Torch's FSDP1 compares the first iteration, torch's FSDP2 none."""
+    with running.detailed_debugging() if by_torch else contextlib.nullcontext():
+        model = sharded(api, strategy)
+        for _ in range(num_before):
+            step(model)
+            model.zero_grad()
+        with contextlib.nullcontext() if by_torch else debug("order"):
+            text = parts_in(model, lambda: step(model, SWAPPED if dist.get_rank() else USUAL), lambda: step(model))
+    assert_names_both_blocks(text)
     # All ranks have reset their state and can continue.
     model.zero_grad()
     step(model)
+    if device().type == "cpu":
+        untouched = sharded(api, strategy)
+        step(untouched)
+        torch.testing.assert_close(api.gradients(model), api.gradients(untouched))
 
 
 @pytest.mark.spec("ORDER-12")
 @pytest.mark.simulated
 @pytest.mark.accelerator
 @pytest.mark.parametrize("late", [0, 1, None])
-@pytest.mark.parametrize("api", APIS)
+@apis.both_apis
 @ranks(2)
-def test_step_of_the_error_does_not_depend_on_complete_events(api: str, late: int | None) -> None:
+def test_step_of_the_error_does_not_depend_on_complete_events(api: apis.Api, late: int | None) -> None:
     model = sharded(api)
     for number in range(3):
         with debug("order"):
-            step(model, "10" if number == 2 and dist.get_rank() else "01")
+            step(model, SWAPPED if number == 2 and dist.get_rank() else USUAL)
         if dist.get_rank() != late:
             # All events of this rank are complete, and none of the other one.
             torch.get_device_module(device()).synchronize()
@@ -158,15 +146,15 @@ SAVES: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.spec("ORDER-12")
 @pytest.mark.accelerator
 @pytest.mark.parametrize("what", SAVES)
-@pytest.mark.parametrize("api", APIS)
+@apis.both_apis
 @ranks(2)
-def test_divergence_of_last_iteration_is_reported_before_save(api: str, what: str) -> None:
+def test_divergence_of_last_iteration_is_reported_before_save(api: apis.Api, what: str) -> None:
     model = sharded(api)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model)
     optimizer.step()
     with debug("order"):
-        step(model, "10" if dist.get_rank() else "01")
+        step(model, SWAPPED if dist.get_rank() else USUAL)
     optimizer.step()
     said, status = io.StringIO(), []
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
@@ -189,11 +177,11 @@ def test_divergence_of_last_iteration_is_reported_before_save(api: str, what: st
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
 @ranks(2)
 def test_message_counts_the_optimizer_steps_since_the_difference(num_steps: int) -> None:
-    model = sharded("wrapper")
+    model = sharded(apis.WRAPPED)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model)
     with debug("order"), pytest.raises(RuntimeError) as caught:
-        step(model, "10" if dist.get_rank() else "01")
+        step(model, SWAPPED if dist.get_rank() else USUAL)
         for _ in range(num_steps):
             optimizer.step()
         step(model)
@@ -202,17 +190,16 @@ def test_message_counts_the_optimizer_steps_since_the_difference(num_steps: int)
 
 
 @pytest.mark.spec("ORDER-04")
-@pytest.mark.parametrize("api", APIS)
+@apis.both_apis
 @ranks(4)
-def test_order_error_with_replicas_is_raised_on_all_ranks(api: str) -> None:
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = sharded(api, "HYBRID_SHARD", mesh)
+def test_order_error_with_replicas_is_raised_on_all_ranks(api: apis.Api) -> None:
+    model = sharded(api, ShardingStrategy.HYBRID_SHARD)
     step(model)
     # Rank 0 shares one group with rank 1 and one with rank 2, and both issue the same collectives as rank 0.
     with debug("order"):
-        text = parts_in(model, lambda: step(model, "10" if dist.get_rank() == 3 else "01"), lambda: step(model))
+        text = parts_in(model, lambda: step(model, SWAPPED if dist.get_rank() == 3 else USUAL), lambda: step(model))
     if dist.get_rank() in (1, 2, 3):
-        assert "rank 3: all-gather of 'layers.1'" in text or "rank 3: all-reduce of" in text
+        assert "rank 3: all-gather of 'blocks.1'" in text or "rank 3: all-reduce of" in text
 
 
 class Experts(nn.Module):
@@ -251,7 +238,7 @@ def test_experts_with_replicas_that_only_some_ranks_have_used_are_noticed_by_all
         fully_shard(model, mesh=grid)
         which = int(dist.get_rank() == 3)
     else:
-        own = dict.fromkeys(model.parameters(), ShardPlacementResult(None, FSDPMeshInfo(grid["shard"], 0)))
+        own = dict.fromkeys(model.parameters(), torch_names.ShardPlacementResult(None, FSDPMeshInfo(grid["shard"], 0)))
         model.scale = nn.Parameter(torch.ones(4, device=device()))
         fully_shard(model, mesh=init_device_mesh(device().type, (4,)), shard_placement_fn=own.get)
         which = dist.get_rank() % 2
@@ -275,22 +262,22 @@ def test_one_flat_unit_trains_experts_that_run_on_different_ranks() -> None:
 
 
 @pytest.mark.spec("ORDER-08")
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("api", APIS)
+@strategies
+@apis.both_apis
 @ranks(2)
-def test_equal_collectives_on_all_ranks_are_accepted(api: str, strategy: str) -> None:
+def test_equal_collectives_on_all_ranks_are_accepted(api: apis.Api, strategy: Any) -> None:
     model = sharded(api, strategy)
-    step(model, "0")  # All ranks skip a unit.
+    step(model, (0,))  # All ranks skip a unit.
     step(model)
     with pytest.raises(IndexError, match="out of range"):
-        step(model, "02")  # All ranks raise an exception.
-    step(model, "10")
+        step(model, (0, 9))  # All ranks raise an exception.
+    step(model, SWAPPED)
 
 
 @pytest.mark.spec("ORDER-08")
 @ranks(2)
 def test_one_rank_may_run_a_frozen_model_that_needs_no_communication() -> None:
-    model = sharded("wrapper", "NO_SHARD")
+    model = sharded(apis.WRAPPED, ShardingStrategy.NO_SHARD)
     step(model)
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -305,32 +292,33 @@ def test_one_rank_may_run_a_frozen_model_that_needs_no_communication() -> None:
 
 
 @pytest.mark.spec("ORDER-09")
-@pytest.mark.parametrize("api", APIS)
+@apis.both_apis
 @ranks(2)
-def test_order_check_issues_one_small_collective_that_modes_do_not_count(api: str) -> None:
+def test_order_check_issues_one_small_collective_that_modes_do_not_count(api: apis.Api) -> None:
     model = sharded(api)
     step(model)
     ask, asked = rank_checks.ask, []
-    with pytest.MonkeyPatch.context() as patch, Wire() as wire:
+    with pytest.MonkeyPatch.context() as patch, running.Wire() as wire:
         patch.setattr(rank_checks, "ask", lambda *args: (asked.append(args[2].nbytes), ask(*args))[1])
         step(model)
     assert asked == [24]
-    assert wire.calls().count("AG") == 4
+    # The root is gathered once, and each of two blocks in forward and in backward.
+    assert wire.calls().count("AG") == 1 + 2 * 2
 
 
 @pytest.mark.spec("ORDER-12")
 @pytest.mark.gpu
 @pytest.mark.own_gpus
-@pytest.mark.parametrize("api", APIS)
+@apis.both_apis
 @ranks(2)
-def test_ranks_raise_in_the_same_step_although_one_device_is_three_seconds_late(api: str) -> None:
+def test_ranks_raise_in_the_same_step_although_one_device_is_three_seconds_late(api: apis.Api) -> None:
     model, begin = sharded(api), time.monotonic()
     for _ in range(2):
         step(model)
     if dist.get_rank() == 1:
         torch.cuda._sleep(6_000_000_000)
     with debug("order"):
-        step(model, "10" if dist.get_rank() else "01")
+        step(model, SWAPPED if dist.get_rank() else USUAL)
     with pytest.raises(RuntimeError, match="the ranks issued different collectives"):
         step(model)
     assert time.monotonic() - begin < 30

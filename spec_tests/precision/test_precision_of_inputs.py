@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from spec_tests.harness import ranks
-from spec_tests.models import apis, probes
+from spec_tests.models import apis, probes, running
 from spec_tests.models.modules import seeded
-from spec_tests.models.running import batch
 from spec_tests.models.values import assert_same
 from spec_tests.subject import ShardingStrategy
 
@@ -67,7 +66,7 @@ def test_a_root_without_parameters_of_its_own_casts_its_inputs_too(api: Any) -> 
 
 
 @pytest.mark.api_spec(wrapper=["MP-14"], fully_shard=["FS2-MP-05"])
-@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("use_reentrant", [None, True, False], ids=["stored", "reentrant", "recomputed"])
 @apis.settings_of(
     (apis.WRAPPED, ShardingStrategy.FULL_SHARD),
     (apis.ORIGINALS, ShardingStrategy.NO_SHARD),
@@ -75,24 +74,17 @@ def test_a_root_without_parameters_of_its_own_casts_its_inputs_too(api: Any) -> 
 )
 @ranks(2)
 def test_a_root_that_is_recomputed_in_backward_casts_its_inputs_again(
-    api: Any, strategy: Any, use_reentrant: bool
+    api: Any, strategy: Any, use_reentrant: bool | None
 ) -> None:
     model = api.shard(strategy=strategy, precision={"param_dtype": BF16})
-    x = batch().requires_grad_()
-    checkpoint(model, x, use_reentrant=use_reentrant).square().mean().backward()
-    assert_same(api.gradients(model), probes.expected_gradients(BF16, BF16), bitwise=True)
-
-
-@pytest.mark.api_spec(wrapper=["MP-14"], fully_shard=["FS2-MP-05"])
-@apis.both_apis
-@ranks(2)
-def test_the_gradient_of_a_cast_input_has_the_dtype_of_the_input(api: Any) -> None:
-    x = batch().requires_grad_()
-    (api.shard(precision={"param_dtype": BF16})(x)).square().mean().backward()
-    plain, low = seeded().bfloat16(), batch().bfloat16().requires_grad_()
-    plain(low).square().mean().backward()
-    assert x.grad.dtype is FP32
+    plain, low = seeded().bfloat16(), running.batch().bfloat16().requires_grad_()
+    x = running.batch().requires_grad_()
+    output = model(x) if use_reentrant is None else checkpoint(model, x, use_reentrant=use_reentrant)
+    running.loss_of(output).backward()
+    running.loss_of(plain(low)).backward()
+    assert x.grad.dtype is FP32, "the gradient of a cast input has the dtype of the input"
     assert torch.equal(x.grad, low.grad.float())
+    assert_same(api.gradients(model), probes.expected_gradients(BF16, BF16), bitwise=True)
 
 
 # --- inner units ---
