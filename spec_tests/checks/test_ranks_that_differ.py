@@ -91,23 +91,58 @@ def test_a_model_that_only_one_rank_constructed_first(layout: str) -> None:
 # --- collectives that differ ---
 
 
-DIFFERENT: dict[str, Callable[[str, int], Any]] = {
-    "a larger layer": lambda layout, rank: shard(layout, Net(rows=8 + 2 * rank)),
-    "dtype": lambda layout, rank: shard(layout, Net().to(HALF[rank])),
-    "compute dtype": lambda layout, rank: shard(layout, Net(), param_dtype=HALF[rank]),
-    "reduce dtype": lambda layout, rank: shard(layout, Net(), reduce_dtype=HALF[rank]),
+def other_size(layout: str) -> Any:
+    """A unit of another size than a block."""
+    return unit(layout, nn.Linear(4, 4, bias=False))
+
+
+def first_step(model: Any) -> None:
+    train(model, dtype=next(model.parameters()).dtype)
+
+
+def convert(layout: str, rank: int) -> None:
+    model = shard(layout, Net())
+    train(model)
+    model.zero_grad()
+    model.to(HALF[rank])
+    model(batch(HALF[rank]))
+
+
+def evaluate(layout: str, rank: int) -> None:
+    model = shard(layout, Net())
+    model.blocks.append(other_size(layout))
+    with torch.no_grad():
+        model(batch(), reverse=rank == 1)
+
+
+def unshard(layout: str, rank: int) -> None:
+    chosen = (other_size(layout), shard(layout, Net()).blocks[0])[rank]
+    if layout == "fully_shard":
+        chosen.unshard()
+    else:
+        with FSDP.summon_full_params(chosen):
+            pass
+
+
+DIFFERENT: dict[str, Callable[[str, int], None]] = {
+    "a larger layer": lambda layout, rank: first_step(shard(layout, Net(rows=8 + 2 * rank))),
+    "dtype": lambda layout, rank: first_step(shard(layout, Net().to(HALF[rank]))),
+    "compute dtype": lambda layout, rank: first_step(shard(layout, Net(), param_dtype=HALF[rank])),
+    "reduce dtype": lambda layout, rank: first_step(shard(layout, Net(), reduce_dtype=HALF[rank])),
+    "conversion to dtypes of one size": convert,
+    "evaluation in another order": evaluate,
+    "manual all-gathers in another order": unshard,
 }
 
 
 @pytest.mark.cpu
 @pytest.mark.parametrize("kind", DIFFERENT)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.spec("AGREE-03")
+@pytest.mark.spec("AGREE-03", "AGREE-04", "AGREE-05")
 @ranks(2)
-def test_collectives_of_other_sizes_or_dtypes_raise_before_values_are_used(layout: str, kind: str) -> None:
-    model = DIFFERENT[kind](layout, dist.get_rank())
+def test_collectives_that_differ_raise_before_values_are_used(layout: str, kind: str) -> None:
     with refused("are about to issue different collectives"):
-        train(model, dtype=next(model.parameters()).dtype)
+        DIFFERENT[kind](layout, dist.get_rank())
 
 
 @pytest.mark.cpu
@@ -122,59 +157,24 @@ def test_a_layer_that_one_rank_has_frozen_raises() -> None:
 
 
 @pytest.mark.cpu
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.spec("AGREE-04")
-@ranks(2)
-def test_a_conversion_to_dtypes_of_one_size_that_differ(layout: str) -> None:
-    model = shard(layout, Net())
-    train(model)
-    model.zero_grad()
-    dtype = HALF[dist.get_rank()]
-    model.to(dtype)
-    with refused("are about to issue different collectives", "torch.float16|torch.bfloat16|all-gather"):
-        model(batch(dtype))
-
-
-# --- the order of all-gathers without a backward ---
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.spec("AGREE-05")
-@ranks(2)
-def test_first_evaluation_in_another_order(layout: str) -> None:
-    model = shard(layout, Net())
-    model.blocks.append(model_of_another_size(layout))
-    with refused("are about to issue different collectives"), torch.no_grad():
-        model(batch(), reverse=dist.get_rank() == 1)
-
-
-def model_of_another_size(layout: str) -> Any:
-    return unit(layout, nn.Linear(4, 4, bias=False))
-
-
-@pytest.mark.cpu
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.spec("AGREE-05")
-@ranks(2)
-def test_manual_all_gathers_in_another_order(layout: str) -> None:
-    units = [model_of_another_size(layout), shard(layout, Net()).blocks[0]]
-    with refused("are about to issue different collectives"):
-        if layout == "fully_shard":
-            units[dist.get_rank()].unshard()
-        else:
-            with FSDP.summon_full_params(units[dist.get_rank()]):
-                pass
-
-
-@pytest.mark.cpu
 @pytest.mark.parametrize("layout", ["flat", "original"])
 @pytest.mark.spec("AGREE-06")
 @ranks(2)
 def test_two_models_of_different_sizes_saved_in_another_order(layout: str) -> None:
-    models = [shard(layout, Net()), model_of_another_size(layout)]
+    models = [shard(layout, Net()), other_size(layout)]
     with refused("different collectives"):
         models[dist.get_rank()].state_dict()
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("layout", ["flat", "original"])
+@pytest.mark.spec("AGREE-07")
+@ranks(2)
+def test_another_norm(layout: str) -> None:
+    model = shard(layout, Net())
+    train(model)
+    with refused("different collectives"):
+        model.clip_grad_norm_(1.0, (2.0, torch.inf)[dist.get_rank()])
 
 
 @pytest.mark.parametrize("layout", ["flat", "original"])
@@ -187,17 +187,6 @@ def test_another_type_of_state_dict(layout: str) -> None:
     with FSDP.state_dict_type(model, kinds[dist.get_rank()]), refused(same, "_STATE_DICT", "_STATE_DICT"):
         model.state_dict()
     assert model.state_dict()
-
-
-@pytest.mark.parametrize("layout", ["flat", "original"])
-@pytest.mark.cpu
-@pytest.mark.spec("AGREE-07")
-@ranks(2)
-def test_another_norm(layout: str) -> None:
-    model = shard(layout, Net())
-    train(model)
-    with refused("different collectives"):
-        model.clip_grad_norm_(1.0, (2.0, torch.inf)[dist.get_rank()])
 
 
 # --- the rest ---
@@ -235,26 +224,23 @@ def test_collective_of_a_destroyed_group() -> None:
         log.record(sequence, "all-gather", 8, None, (), None)
 
 
-@pytest.mark.parametrize(("number", "is_certain"), [(0, True), (1, False)])
-@pytest.mark.spec("AGREE-10")
-def test_ranks_that_wait_in_two_groups(number: int, is_certain: bool) -> None:
-    sequence = CollectiveSequence("one#1", Group(group := Event(), 2, 0, (0, 1)))
-    del group
-    base: dict[str, Any] = {"ended": "", "waits": "all-gather of 'a'", "place": "", "iteration": 1, "last": ""}
-    mine = {**base, "rank": 0, "sequences": {"one#1": [[0, 1, 5], [-1, 0, 0]]}}
-    theirs = {**base, "rank": 1, "waits_at": ["two#1", [0, 1], [0, 0]]}
-    theirs["sequences"] = {"one#1": [[0, number, 5], [-1, 0, 0]], "two#1": [[0, 1, 5], [-1, 0, 0]]}
-    found = Findings({0: mine, 1: theirs}, {})
-    assert found.prove_a_hang((sequence, 0, 0), on_cpu=True) is is_certain
+OTHER_RANKS: dict[str, dict[str, Any]] = {
+    "waits in two groups": {"ended": "", "waits": "all-gather of 'a'", "waits_at": ["two#1", [0, 1], [0, 0]]},
+    "has ended in order": {"ended": IN_ORDER},
+}
 
 
 @pytest.mark.parametrize(("number", "is_certain"), [(0, True), (1, False)])
-@pytest.mark.spec("LEDGER-03")
-def test_a_rank_that_has_ended_in_order_and_may_have_sent_the_collective(number: int, is_certain: bool) -> None:
+@pytest.mark.parametrize("state", OTHER_RANKS)
+@pytest.mark.spec("AGREE-10", "LEDGER-03")
+def test_a_hang_is_certain_only_if_the_other_rank_has_not_sent_the_collective(
+    state: str, number: int, is_certain: bool
+) -> None:
     sequence = CollectiveSequence("one#1", Group(group := Event(), 2, 0, (0, 1)))
     del group
-    mine: dict[str, Any] = {"rank": 0, "ended": "", "sequences": {"one#1": [[0, 1, 5], [-1, 0, 0]]}}
-    theirs = {"rank": 1, "ended": IN_ORDER, "sequences": {"one#1": [[0, number, 5], [-1, 0, 0]]}}
+    mine = {"rank": 0, "ended": "", "sequences": {"one#1": [[0, 1, 5], [-1, 0, 0]]}}
+    positions = {"one#1": [[0, number, 5], [-1, 0, 0]], "two#1": [[0, 1, 5], [-1, 0, 0]]}
+    theirs = {"rank": 1, "sequences": positions, **OTHER_RANKS[state]}
     assert Findings({0: mine, 1: theirs}).prove_a_hang((sequence, 0, 0), on_cpu=True) is is_certain
 
 
