@@ -43,6 +43,57 @@ class Registered:
 pytree.register_pytree_node(Registered, lambda r: (list(r.tensors), None), lambda items, _: Registered(*items))
 
 
+class Pair(NamedTuple):
+    """A tuple with field names."""
+
+    first: Tensor
+    second: Tensor
+
+
+class Two:
+    """The first and the second tensor are attributes. No container protocol can open it."""
+
+    first: Tensor
+    second: Tensor
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.second if index else self.first
+
+
+class Attributes(Two):
+    def __init__(self, first: Tensor, second: Tensor) -> None:
+        self.first, self.second = first, second
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields(Two):
+    """A dataclass whose second field is not an argument of its constructor."""
+
+    first: Tensor
+    scale: dataclasses.InitVar[float]
+    second: Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self, scale: float) -> None:
+        """The scale is no field."""
+
+
+def fields(first: Tensor, second: Tensor) -> Fields:
+    made = Fields(first, 1.0)
+    object.__setattr__(made, "second", second)
+    return made
+
+
+@dataclasses.dataclass(init=False)
+class OwnInit(Two):
+    """A dataclass with its own constructor."""
+
+    first: Tensor
+    second: Tensor
+
+    def __init__(self, both: tuple[Tensor, Tensor]) -> None:
+        self.first, self.second = both
+
+
 class OwnDict(dict[int, Any]):
     """A dict that also stores a tensor in an attribute."""
 
@@ -70,58 +121,6 @@ class OwnTuple(tuple[Tensor, ...]):
     """A tuple without field names."""
 
     __slots__ = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Fields:
-    """A dataclass whose second field is not an argument of its constructor."""
-
-    first: Tensor
-    scale: dataclasses.InitVar[float]
-    second: Tensor = dataclasses.field(init=False)
-
-    def __post_init__(self, scale: float) -> None:
-        object.__setattr__(self, "second", self.first * scale)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.second if index else self.first
-
-
-def fields(first: Tensor, second: Tensor) -> Fields:
-    made = Fields(first, 1.0)
-    object.__setattr__(made, "second", second)
-    return made
-
-
-@dataclasses.dataclass(init=False)
-class OwnInit:
-    """A dataclass with its own constructor."""
-
-    first: Tensor
-    second: Tensor
-
-    def __init__(self, both: tuple[Tensor, Tensor]) -> None:
-        self.first, self.second = both
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.second if index else self.first
-
-
-class Attributes:
-    """An object that no container protocol can open."""
-
-    def __init__(self, first: Tensor, second: Tensor) -> None:
-        self.first, self.second = first, second
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.second if index else self.first
-
-
-class Pair(NamedTuple):
-    """A tuple with field names."""
-
-    first: Tensor
-    second: Tensor
 
 
 Make = Callable[[Tensor, Tensor], Any]

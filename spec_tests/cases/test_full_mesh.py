@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -49,34 +50,34 @@ def share(mesh: DeviceMesh, step: int) -> DTensor:
     return distribute_tensor(batch(step), mesh, [Replicate() if name == "cut" else Shard(0) for name in names])
 
 
-# The sizes and names of a mesh, the dimensions for data parallelism, and the placements of the first weight.
-MESHES: dict[str, tuple[Any, ...]] = {
-    "data-cut": ((2, 2), ("data", "cut"), "data", None, (_StridedShard(0, split_factor=2), Shard(0))),
-    "cut-data": ((2, 2), ("cut", "data"), "data", None, (Shard(0), Shard(0))),
-    "copies-data": ((2, 2), ("copies", "data"), "data", "copies", (Replicate(), Shard(0))),
-    "data-context": ((2, 2), ("data", "context"), ("data", "context"), None, (Shard(0),)),
-    "copies-cut": ((2, 2), ("copies", "cut"), None, "copies", (Replicate(), Shard(0))),
-    "copies": ((4,), ("copies",), None, "copies", (Replicate(),)),
-}
-LARGE_MESHES: dict[str, tuple[Any, ...]] = {
-    "copies-data-cut": (
-        *((2, 2, 2), ("copies", "data", "cut"), "data", "copies"),
-        (Replicate(), _StridedShard(0, split_factor=2), Shard(0)),
-    ),
-    "data-context-cut": (
-        *((2, 2, 2), ("data", "context", "cut"), ("data", "context"), None),
-        (_StridedShard(0, split_factor=2), Shard(0)),
-    ),
-    "copies-data-context": (
-        *((2, 2, 2), ("copies", "data", "context"), ("data", "context"), "copies"),
-        (Replicate(), Shard(0)),
-    ),
+STRIDED = _StridedShard(0, split_factor=2)
+# The names of the dimensions of a mesh, those for data parallelism, and the placements of the first weight.
+MESHES: dict[int, list[tuple[Any, ...]]] = {
+    4: [
+        (("data", "cut"), "data", None, (STRIDED, Shard(0))),
+        (("cut", "data"), "data", None, (Shard(0), Shard(0))),
+        (("copies", "data"), "data", "copies", (Replicate(), Shard(0))),
+        (("data", "context"), ("data", "context"), None, (Shard(0),)),
+        (("copies", "cut"), None, "copies", (Replicate(), Shard(0))),
+        (("copies",), None, "copies", (Replicate(),)),
+    ],
+    8: [
+        (("copies", "data", "cut"), "data", "copies", (Replicate(), STRIDED, Shard(0))),
+        (("data", "context", "cut"), ("data", "context"), None, (STRIDED, Shard(0))),
+        (("copies", "data", "context"), ("data", "context"), "copies", (Replicate(), Shard(0))),
+    ],
 }
 
 
-def trains_like_one_process(library: str, row: tuple[Any, ...]) -> None:
+def name_of(mesh: tuple[Any, ...]) -> str:
+    return "-".join(mesh[0])
+
+
+def trains_like_one_process(
+    library: str, names: tuple[str, ...], shard: Any, replicate: Any, placements: tuple[Any, ...]
+) -> None:
     fsdp = LIBRARIES[library]
-    sizes, names, shard, replicate, placements = row
+    sizes = (dist.get_world_size(),) if len(names) == 1 else (2,) * len(names)
     mesh = init_device_mesh(device().type, sizes, mesh_dim_names=names)
     model, reference = on_mesh(mesh), plain()
     for module in (model[0], model):
@@ -89,69 +90,37 @@ def trains_like_one_process(library: str, row: tuple[Any, ...]) -> None:
     theirs = torch.optim.AdamW(reference.parameters(), 0.1)
 
     for step in range(3):
-        model(share(mesh, step)).square().sum().backward()
-        (reference(batch(step)).square().sum() / num_copies).backward()
+        # The first step has two micro-batches. Their sum is reduced.
+        for number in (5, step)[step > 0 :]:
+            model.set_requires_gradient_sync(number == step)
+            model(share(mesh, number)).square().sum().backward()
+            (reference(batch(number)).square().sum() / num_copies).backward()
         for one, other in zip(model.parameters(), reference.parameters(), strict=True):
             assert one.grad.placements == one.placements
             torch.testing.assert_close(one.grad.full_tensor(), other.grad)
-        ours.step()
-        theirs.step()
-        ours.zero_grad()
-        theirs.zero_grad()
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
 
-    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(one.full_tensor(), other)
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name].full_tensor(), value)
 
 
 @pytest.mark.spec("NEW-31")
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", MESHES[4], ids=name_of)
 @pytest.mark.parametrize("library", LIBRARIES)
 @ranks(4)
-def test_a_model_on_one_mesh_trains_like_one_process(library: str, mesh: str) -> None:
-    trains_like_one_process(library, MESHES[mesh])
+def test_a_model_on_one_mesh_trains_like_one_process(library: str, mesh: tuple[Any, ...]) -> None:
+    trains_like_one_process(library, *mesh)
 
 
 @pytest.mark.spec("NEW-31")
 @pytest.mark.in_turn(2)
-@pytest.mark.parametrize("mesh", LARGE_MESHES)
+@pytest.mark.parametrize("mesh", MESHES[8], ids=name_of)
 @pytest.mark.parametrize("library", LIBRARIES)
 @ranks(8)
-def test_a_model_on_a_mesh_with_three_dimensions_trains_like_one_process(library: str, mesh: str) -> None:
-    trains_like_one_process(library, LARGE_MESHES[mesh])
-
-
-@pytest.mark.spec("NEW-31")
-@pytest.mark.parametrize("library", LIBRARIES)
-@ranks(4)
-def test_the_state_dict_of_a_model_on_one_mesh_has_the_values_of_all_ranks(library: str) -> None:
-    fsdp = LIBRARIES[library]
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "cut"))
-    model = on_mesh(mesh)
-
-    fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="data"))
-
-    for name, value in plain().state_dict().items():
-        found = model.state_dict()[name]
-        assert found.to_local().numel() == value.numel() // (2 if name == "2.bias" else 4)
-        torch.testing.assert_close(found.full_tensor(), value)
-
-
-@pytest.mark.spec("NEW-31")
-@pytest.mark.parametrize("library", LIBRARIES)
-@ranks(4)
-def test_micro_batches_on_one_mesh_are_reduced_once(library: str) -> None:
-    fsdp = LIBRARIES[library]
-    mesh = init_device_mesh(device().type, (2, 2), mesh_dim_names=("data", "cut"))
-    model, reference = on_mesh(mesh), plain()
-    fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=fsdp.DataParallelMeshDims(shard="data"))
-
-    for step in range(2):
-        model.set_requires_gradient_sync(step == 1)
-        model(share(mesh, step)).square().sum().backward()
-        (reference(batch(step)).square().sum() / 2).backward()
-
-    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+def test_a_model_on_a_mesh_with_three_dimensions_trains_like_one_process(library: str, mesh: tuple[Any, ...]) -> None:
+    trains_like_one_process(library, *mesh)
 
 
 @pytest.mark.spec("NEW-31")

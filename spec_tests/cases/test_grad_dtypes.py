@@ -15,7 +15,7 @@ from minifsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from spec_tests.harness import device, ranks
 from spec_tests.models.values import full
 
-BF16 = torch.bfloat16
+BF16, F32 = torch.bfloat16, torch.float32
 LIBRARIES: dict[str, Any] = {"minifsdp": minifsdp}
 if hasattr(Tensor, "_has_grad_dtype_override"):
     LIBRARIES["torch"] = torch_fsdp
@@ -27,8 +27,14 @@ SMALL = 1 / 256
 def layer() -> nn.Linear:
     """A layer in bfloat16. The gradient of its weight is float32."""
     model = nn.Linear(2, 2, device=device(), dtype=BF16)
-    model.weight.grad_dtype = torch.float32
+    model.weight.grad_dtype = F32
     return model
+
+
+def gradient(parameter: Any) -> tuple[torch.dtype, float]:
+    """The dtype of a gradient, and its value, which all of its elements have."""
+    (value,) = full(parameter.grad).unique().tolist()
+    return parameter.grad.dtype, value
 
 
 def ones(factor: float) -> Tensor:
@@ -41,59 +47,36 @@ def one_or_small() -> Tensor:
 
 
 @pytest.mark.spec("NEW-18")
+@pytest.mark.parametrize(
+    ("grad_dtype", "reduce_dtype", "mean"),
+    [
+        (F32, None, (1 + SMALL) / 2),
+        (F32, BF16, 0.5),
+        (F32, F32, (1 + SMALL) / 2),
+        (None, F32, (1 + SMALL) / 2),
+    ],
+)
+@pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("library", LIBRARIES)
 @ranks(2)
-def test_without_a_reduce_dtype_the_reduction_uses_it(library: str) -> None:
-    model: Any = LIBRARIES[library].fully_shard(layer())
-
-    model(one_or_small()).sum().backward()
-
-    assert model.weight.grad.dtype is model.weight.grad.to_local().dtype is torch.float32
-    assert torch.equal(full(model.weight.grad), torch.full((2, 2), (1 + SMALL) / 2, device=device()))
-    # The bias has no choice, so its gradient has its dtype.
-    assert model.bias.grad.dtype is BF16
-    assert torch.equal(full(model.bias.grad), torch.ones(2, device=device(), dtype=BF16))
-
-
-@pytest.mark.spec("NEW-18")
-@pytest.mark.parametrize(("reduce_dtype", "mean"), [(BF16, 0.5), (torch.float32, (1 + SMALL) / 2)])
-@pytest.mark.parametrize("library", LIBRARIES)
-@ranks(2)
-def test_a_reduce_dtype_is_used_and_the_result_is_cast(library: str, reduce_dtype: torch.dtype, mean: float) -> None:
-    fsdp = LIBRARIES[library]
-    model: Any = fsdp.fully_shard(layer(), mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
-
-    model(one_or_small()).sum().backward()
-
-    assert (model.weight.grad.dtype, model.bias.grad.dtype) == (torch.float32, BF16)
-    assert torch.equal(full(model.weight.grad), torch.full((2, 2), mean, device=device()))
-
-
-@pytest.mark.spec("NEW-18")
-@pytest.mark.parametrize("library", LIBRARIES)
-@ranks(2)
-def test_none_keeps_the_dtype_of_the_reduction(library: str) -> None:
+def test_without_a_reduce_dtype_the_reduction_uses_it(
+    library: str, is_late: bool, grad_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None, mean: float
+) -> None:
+    """The choice may follow the sharding. The gradient of a parameter whose choice is None has the reduced dtype."""
     fsdp = LIBRARIES[library]
     model: Any = nn.Linear(2, 2, device=device(), dtype=BF16)
-    model.weight.grad_dtype = None
-    fsdp.fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    if not is_late:
+        model.weight.grad_dtype = grad_dtype
+    fsdp.fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    if is_late:
+        model.weight.grad_dtype = grad_dtype
 
     model(one_or_small()).sum().backward()
 
-    assert (model.weight.grad.dtype, model.bias.grad.dtype) == (torch.float32, BF16)
-    assert torch.equal(full(model.weight.grad), torch.full((2, 2), (1 + SMALL) / 2, device=device()))
-
-
-@pytest.mark.spec("NEW-18")
-@pytest.mark.parametrize("library", LIBRARIES)
-@ranks(2)
-def test_a_choice_after_sharding_and_before_the_first_forward_counts(library: str) -> None:
-    model: Any = LIBRARIES[library].fully_shard(nn.Linear(2, 2, device=device(), dtype=BF16))
-    model.weight.grad_dtype = torch.float32
-
-    model(one_or_small()).sum().backward()
-
-    assert torch.equal(full(model.weight.grad), torch.full((2, 2), (1 + SMALL) / 2, device=device()))
+    assert model.weight.grad.to_local().dtype is F32
+    assert gradient(model.weight) == (F32, mean)
+    # The bias has no choice, so its gradient has its dtype.
+    assert gradient(model.bias) == (BF16, 1.0)
 
 
 @pytest.mark.spec("NEW-18")
@@ -109,7 +92,7 @@ def test_micro_batches_are_added_in_it(library: str, reduces: bool) -> None:
     model.set_requires_gradient_sync(True)
     model(ones(SMALL)).sum().backward()
 
-    assert torch.equal(full(model.weight.grad), torch.full((2, 2), 1 + SMALL, device=device()))
+    assert gradient(model.weight) == (F32, 1 + SMALL)
 
 
 @pytest.mark.spec("NEW-18")
@@ -123,7 +106,7 @@ def test_replicas_and_accumulation_without_all_reduce() -> None:
     model.set_requires_all_reduce(True)
     model(ones(SMALL)).sum().backward()
 
-    assert torch.equal(full(model.weight.grad), torch.full((2, 2), 1 + SMALL, device=device()))
+    assert gradient(model.weight) == (F32, 1 + SMALL)
 
 
 @pytest.mark.spec("NEW-18")
@@ -140,9 +123,8 @@ def test_a_conversion_of_the_model_keeps_the_choice() -> None:
     model.load_state_dict(state_dict, assign=True)
     model(one_or_small()).sum().backward()
 
-    assert (model.weight.grad.dtype, model.bias.grad.dtype) == (torch.float64, BF16)
-    mean = torch.full((2, 2), (1 + SMALL) / 2, device=device(), dtype=torch.float64)
-    assert torch.equal(full(model.weight.grad), mean)
+    assert gradient(model.weight) == (torch.float64, (1 + SMALL) / 2)
+    assert model.bias.grad.dtype is BF16
 
 
 @pytest.mark.spec("NEW-18")
@@ -158,7 +140,7 @@ def test_a_conversion_between_micro_batches_keeps_the_digits() -> None:
     model.set_requires_gradient_sync(True)
     model(ones(0.0).half()).sum().backward()
 
-    assert torch.equal(full(model.weight.grad), torch.full((2, 2), 1 + SMALL, device=device()))
+    assert gradient(model.weight) == (F32, 1 + SMALL)
 
 
 @pytest.mark.spec("NEW-18")
@@ -169,7 +151,7 @@ def test_offloaded_gradients_have_it(pins: bool) -> None:
 
     model(one_or_small()).sum().backward()
 
-    assert (model.weight.grad.dtype, model.bias.grad.dtype) == (torch.float32, BF16)
+    assert (model.weight.grad.dtype, model.bias.grad.dtype) == (F32, BF16)
     assert torch.equal(model.weight.grad.to_local(), torch.full((1, 2), (1 + SMALL) / 2))
 
 
@@ -178,12 +160,12 @@ def test_offloaded_gradients_have_it(pins: bool) -> None:
 def test_a_parameter_without_elements_has_a_gradient_of_it() -> None:
     model: Any = nn.Linear(2, 2, device=device(), dtype=BF16)
     model.empty = nn.Parameter(torch.empty(0, 2, device=device(), dtype=BF16))
-    model.empty.grad_dtype = torch.float32
+    model.empty.grad_dtype = F32
     fully_shard(model)
 
     (model(ones(1.0)).sum() + model.empty.sum()).backward()
 
-    assert (model.empty.grad.dtype, model.bias.grad.dtype) == (torch.float32, BF16)
+    assert (model.empty.grad.dtype, model.bias.grad.dtype) == (F32, BF16)
 
 
 @pytest.mark.spec("NEW-18")
@@ -202,23 +184,22 @@ def test_a_step_and_clipping_use_the_digits_of_the_gradient() -> None:
     assert torch.equal(full(model.weight.detach()), (before - (1 + SMALL)).bfloat16())
 
 
-class UsedTwice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = layer()
-
-    def forward(self, one: Tensor, other: Tensor) -> Tensor:
-        return self.layer(one) + self.layer(other)
-
-
 @pytest.mark.spec("NEW-18")
 @ranks(2)
 def test_two_uses_in_one_backward_are_added_in_it() -> None:
+    class UsedTwice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer()
+
+        def forward(self, one: Tensor, other: Tensor) -> Tensor:
+            return self.layer(one) + self.layer(other)
+
     model: Any = fully_shard(UsedTwice())
 
     model(ones(1.0), ones(SMALL)).sum().backward()
 
-    assert torch.equal(full(model.layer.weight.grad), torch.full((2, 2), 1 + SMALL, device=device()))
+    assert gradient(model.layer.weight) == (F32, 1 + SMALL)
 
 
 @pytest.mark.spec("NEW-18")
@@ -231,4 +212,4 @@ def test_a_conversion_that_fails_keeps_the_gradients() -> None:
         model._apply(lambda tensor: tensor.no_such_method())
 
     assert model.weight.grad is not None
-    assert model.weight.grad_dtype is torch.float32
+    assert model.weight.grad_dtype is F32

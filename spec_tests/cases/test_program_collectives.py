@@ -16,6 +16,7 @@ import minifsdp
 from spec_tests.harness import device, ranks
 from spec_tests.models.torch_names import ShardPlacementResult
 
+BF16, F32 = torch.bfloat16, torch.float32
 LIBRARIES = {"minifsdp": minifsdp, "torch": torch_fsdp}
 # Torch 2.13 renamed both functions.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -64,11 +65,16 @@ def trained(model: Any) -> list[torch.Tensor]:
 
 
 @pytest.mark.spec("NEW-27")
+@pytest.mark.parametrize(("param_dtype", "reduce_dtype"), [(None, None), (BF16, F32), (torch.float16, None)])
 @pytest.mark.parametrize("library", LIBRARIES)
 @ranks(2)
-def test_an_object_sends_one_unit_and_no_value_changes(library: str) -> None:
-    usual = trained(sharded_by(LIBRARIES[library]))
-    model = sharded_by(LIBRARIES[library])
+def test_an_object_sends_one_unit_and_no_value_changes(
+    library: str, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None
+) -> None:
+    fsdp: Any = LIBRARIES[library]
+    policy = fsdp.MixedPrecisionPolicy(param_dtype, reduce_dtype)
+    usual = trained(sharded_by(fsdp, mp_policy=policy))
+    model = sharded_by(fsdp, mp_policy=policy)
     gather, scatter = Communication(), Communication()
     model[0].set_custom_all_gather(gather)
     model[2].set_custom_reduce_scatter(scatter)
@@ -80,28 +86,8 @@ def test_an_object_sends_one_unit_and_no_value_changes(library: str) -> None:
     # backward in each of four micro-batches. Layer 2 has 15 + 3 elements, padded to 4 rows: 2 * 5 + 2.
     assert gather.calls == 8 * [(42, 21, [0, 1])]
     assert scatter.calls == 4 * [(12, 24, [0, 1])]
-
-
-@pytest.mark.spec("NEW-27")
-@pytest.mark.parametrize(
-    "policy",
-    [
-        {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-        {"param_dtype": torch.float16},
-    ],
-    ids=["bf16", "fp16"],
-)
-@ranks(2)
-def test_an_object_gets_the_dtypes_of_the_policy(policy: dict[str, Any]) -> None:
-    mp_policy = minifsdp.MixedPrecisionPolicy(**policy)
-    usual = trained(sharded_by(minifsdp, mp_policy=mp_policy))
-    model = sharded_by(minifsdp, mp_policy=mp_policy)
-    gather, scatter = Communication(), Communication()
-    model[0].set_custom_all_gather(gather)
-    model[0].set_custom_reduce_scatter(scatter)
-    assert all(map(torch.equal, trained(model), usual))
-    assert {memory.dtype for memory in gather.memory} == {policy["param_dtype"]}
-    assert {memory.dtype for memory in scatter.memory} == {policy.get("reduce_dtype", policy["param_dtype"])}
+    assert {memory.dtype for memory in gather.memory} == {param_dtype or F32}
+    assert {memory.dtype for memory in scatter.memory} == {reduce_dtype or param_dtype or F32}
 
 
 @pytest.mark.spec("NEW-27")
@@ -115,7 +101,7 @@ def test_the_object_still_sends_after_the_model_was_converted() -> None:
     assert gather.calls and {memory.dtype for memory in gather.memory} == {torch.float64}
 
 
-@pytest.mark.spec("NEW-27")
+@pytest.mark.spec("NEW-27", "NEW-33")
 @ranks(2)
 def test_an_object_that_cannot_send_is_an_error() -> None:
     model = sharded_by(minifsdp)
@@ -123,8 +109,9 @@ def test_an_object_that_cannot_send_is_an_error() -> None:
         with pytest.raises(TypeError, match=r"rank \d: .*allocate\(\)"):
             method(lambda **_: None)
     model[0].set_custom_all_gather(Communication())
-    with pytest.raises(AssertionError, match="cannot be used together with set_custom_all_gather"):
-        model[0].set_allocate_memory_from_process_group_for_comm(True)
+    for method in (model[0].set_allocate_memory_from_process_group_for_comm, model[0].set_symm_mem_for_comm):
+        with pytest.raises(AssertionError, match="cannot be used together with set_custom_all_gather"):
+            method(True)
 
 
 @pytest.mark.spec("NEW-27")

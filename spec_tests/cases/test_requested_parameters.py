@@ -19,27 +19,17 @@ class GivesDict(Net):
 
 
 @pytest.mark.spec("PROG-20")
+@pytest.mark.parametrize("with_input", [False, True])
 @every_kind
 @ranks(2)
-def test_all_parameters_may_be_listed(kind: str) -> None:
+def test_all_parameters_may_be_listed(kind: str, with_input: bool) -> None:
     def program(model: Any, x: Tensor) -> None:
-        parameters = list(model.parameters())
-        model(x)["result"].square().mean().backward(inputs=parameters)
+        x = x.clone().requires_grad_(with_input)
+        inputs = [*model.parameters(), *[x] * with_input]
+        model(x)["result"].square().mean().backward(inputs=inputs)
+        assert (x.grad is not None) == with_input
 
     assert_trains_alike(kind, GivesDict(), program)
-
-
-@pytest.mark.spec("PROG-20")
-@every_kind
-@ranks(2)
-def test_parameters_and_an_input_may_be_listed(kind: str) -> None:
-    def program(model: Any, x: Tensor) -> None:
-        x = x.clone().requires_grad_()
-        parameters = list(model.parameters())
-        model(x).square().mean().backward(inputs=[x, *parameters])
-        assert x.grad is not None
-
-    assert_trains_alike(kind, Net(), program)
 
 
 @pytest.mark.spec("PROG-20")

@@ -71,20 +71,3 @@ def test_on_cpus_the_call_raises_an_error_like_torch_and_the_model_trains() -> N
         model.set_symm_mem_for_comm()
     inputs = torch.ones(4, 6)
     assert torch.equal(model(inputs), model_of_two_layers()(inputs))
-
-
-@pytest.mark.spec("NEW-33")
-@ranks(2)
-def test_symmetric_memory_and_an_object_of_the_program_exclude_each_other() -> None:
-    model = minifsdp.fully_shard(model_of_two_layers())
-
-    class Sends:
-        def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-            return torch.empty(size, dtype=dtype, device=device)
-
-        def __call__(self, **_: Any) -> None:
-            pass
-
-    model.set_custom_all_gather(Sends())
-    with pytest.raises(AssertionError, match="cannot be used together with set_custom_all_gather"):
-        model.set_symm_mem_for_comm()

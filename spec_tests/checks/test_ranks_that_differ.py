@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from minifsdp.checks.collective_log import CollectiveLog, CollectiveSequence
 from minifsdp.engine.mesh import Group
-from minifsdp.watchdog import process, watchdog
+from minifsdp.watchdog import process
 from minifsdp.watchdog.report import IN_ORDER, Findings, different_ranks
 from spec_tests.harness import device, ranks
 from spec_tests.subject import FullyShardedDataParallel as FSDP
@@ -242,29 +242,6 @@ def test_a_hang_is_certain_only_if_the_other_rank_has_not_sent_the_collective(
     positions = {"one#1": [[0, number, 5], [-1, 0, 0]], "two#1": [[0, 1, 5], [-1, 0, 0]]}
     theirs = {"rank": 1, "sequences": positions, **OTHER_RANKS[state]}
     assert Findings({0: mine, 1: theirs}).prove_a_hang((sequence, 0, 0), on_cpu=True) is is_certain
-
-
-@pytest.mark.parametrize("continues", [False, True])
-@pytest.mark.spec("LEDGER-03", "LEDGER-13")
-def test_a_rank_that_continues_while_the_others_answer_keeps_its_groups(
-    monkeypatch: pytest.MonkeyPatch, continues: bool
-) -> None:
-    group, closed = Event(), []
-    sequence = CollectiveSequence("one#1", Group(group, 2, 0, (0, 1)))
-    of_rank: Any = SimpleNamespace(last_position=(sequence, 0, 0), waiting=object(), fatal_error="")
-    monkeypatch.setattr(watchdog, "log", of_rank)
-    monkeypatch.setattr(watchdog, "close", closed.append)
-
-    def find(*_: Any) -> Any:
-        if continues:
-            of_rank.last_position = (sequence, 0, of_rank.last_position[2] + 1)
-        return SimpleNamespace(prove_a_hang=lambda *_, **options: True, text=lambda: "")
-
-    channel = SimpleNamespace(ask=lambda: 1)
-    rank: Any = SimpleNamespace(_patience=1.0, _answered={"state": 0}, _answered_at=0.0, _channel=channel, _find=find)
-    watchdog.Watchdog._examine(rank)
-    assert closed == ([] if continues else [group])
-    assert (of_rank.fatal_error == "") is continues
 
 
 @pytest.mark.spec("LEDGER-02")

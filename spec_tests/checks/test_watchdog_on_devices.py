@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from minifsdp.checks.collective_log import CollectiveLog, log
+from minifsdp.checks.collective_log import log
 from minifsdp.engine.events import events
 from minifsdp.engine.messages import message
 from minifsdp.watchdog import process, watchdog
@@ -169,24 +169,29 @@ def test_after_an_abort_an_optimizer_of_the_model_raises_and_others_step() -> No
         assert torch.equal(parameter.to_local(), value)
 
 
-@pytest.mark.spec("LEDGER-22")
+@pytest.mark.spec("LEDGER-22", "LEDGER-03", "LEDGER-13")
 @pytest.mark.pure
+@pytest.mark.parametrize("continues", [False, True], ids=["waits", "continues"])
 @pytest.mark.parametrize("on_device", [False, True], ids=["CPU", "device"])
 def test_report_is_printed_before_the_abort_on_an_accelerator(
-    on_device: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    on_device: bool, continues: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """A rank that continues while the other ranks answer keeps its groups."""
     printed: list[str] = []
-    position = (SimpleNamespace(ranks=(0, 1), process_group=lambda: "group"), 0, 0)
-    own = CollectiveLog()
-    own.waiting = SimpleNamespace(position=position)
+    sequence = SimpleNamespace(ranks=(0, 1), process_group=lambda: "group")
+    own: Any = SimpleNamespace(last_position=(sequence, 0, 0), waiting=object(), fatal_error="")
     monkeypatch.setattr(watchdog, "log", own)
     monkeypatch.setattr(watchdog, "close", lambda _: printed.append(capsys.readouterr().err))
-    found = SimpleNamespace(prove_a_hang=lambda *_, **__: True, text=lambda: "the report")
-    rank: Any = SimpleNamespace(_patience=1.0, _answered={"state": 0}, _answered_at=0.0, _find=lambda *_: found)
+
+    def find(*_: Any) -> Any:
+        own.last_position = (sequence, 0, int(continues))
+        return SimpleNamespace(prove_a_hang=lambda *_, **__: True, text=lambda: "the report")
+
+    rank: Any = SimpleNamespace(_patience=1.0, _answered={"state": 0}, _answered_at=0.0, _find=find)
     rank._channel = SimpleNamespace(ask=lambda: 1)
     watchdog.Watchdog._examine(rank, on_device=on_device)
-    assert "the report" in own.fatal_error
-    assert ["the report" in text for text in printed] == [on_device]
+    assert ("the report" in own.fatal_error) is not continues
+    assert ["the report" in text for text in printed] == ([] if continues else [on_device])
 
 
 @pytest.mark.spec("ORDER-12")
