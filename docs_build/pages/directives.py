@@ -26,7 +26,7 @@ from docs_build.pages.tables import TABLES
 from docs_build.problems import chapters
 from docs_build.reading.markup import highlight_lines
 from docs_build.reading.order import ROOT
-from docs_build.recording import lessons, results
+from docs_build.recording import gpu, lessons, results
 from docs_build.recording.records import load
 from docs_build.templates import MARKDOWN, PAGES
 from spec_tools.torch_is_wrong import cases
@@ -39,6 +39,12 @@ FINDINGS = ROOT / "spec_tools" / "torch_streams" / "torch-findings.md"
 # Makes HTML or Markdown from the text after the verb and from the address of the page.
 Verb = Callable[[str, str], str]
 VALUES: dict[str, Callable[[], object]] = {
+    # What all pages say about the runs on GPUs.
+    "gpu-where": lambda: gpu.sentences()["where"],
+    "gpu-minutes": lambda: gpu.sentences()["minutes"],
+    "gpu-tests": lambda: gpu.sentences()["tests"],
+    "gpu-requirements": lambda: gpu.sentences()["requirements"],
+    "gpu-evidence": gpu.table_of_evidence,
     "num-modules": lambda: len(modulepage.steps()),
     "num-lines": lambda: f"{modulepage.num_lines():,}",
     "noticed-mutants": lambda: evidence.mutants()[0],

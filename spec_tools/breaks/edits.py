@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from spec_tests.harness.accounting import ROOT
 
-PACKAGES = [ROOT / "minifsdp", ROOT / "minifsdp_gloo", ROOT / "minifsdp_tools"]
+PACKAGES = [ROOT / "minifsdp", ROOT / "minifsdp_gloo", ROOT / "minifsdp_tools", ROOT / "spec_tools" / "gpu"]
 CATALOGUE = pathlib.Path(__file__).with_name("catalogue")
 
 

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spec_tests.harness import device
-from spec_tools.gpu.job import Finding, device_module, on_ranks
+from spec_tools.gpu.tasks import Finding, device_module, on_ranks
 
 # Their arguments are the tensor that is written and the one that is read.
 COLLECTIVES: dict[str, Callable[[Tensor, Tensor], object]] = {
@@ -40,22 +40,14 @@ NUM_CALLS, NUM_GROUPS = 5, 3
 LIMIT = 300.0
 
 
-def work(num_ranks: int, shared: bool) -> Iterator[Finding]:
-    """Yields one finding for each collective and size. ``shared``: whether ranks share a device."""
-    for collective in COLLECTIVES:
-        for size in SHARED_SIZES if shared else SIZES:
-            by_rank = on_ranks(num_ranks, measure, LIMIT, collective=collective, size=size)
-            # The slowest rank of each group of calls.
-            seconds = statistics.median(max(times) for times in zip(*by_rank, strict=True))
-            busbw = size / seconds / 1e9 * (num_ranks - 1) / num_ranks
-            yield {
-                "collective": collective,
-                "ranks": num_ranks,
-                "shared": shared,
-                "bytes": size,
-                "us": round(1e6 * seconds, 1),
-                "busbw": round(busbw, 2),
-            }
+def work(num_ranks: int, shared: bool, collective: str, size: int) -> Finding:
+    """Measures a collective with one size. ``shared``: whether ranks share a device."""
+    by_rank = on_ranks(num_ranks, measure, LIMIT, collective=collective, size=size)
+    # The slowest rank of each group of calls.
+    seconds = statistics.median(max(times) for times in zip(*by_rank, strict=True))
+    busbw = size / seconds / 1e9 * (num_ranks - 1) / num_ranks
+    row = {"collective": collective, "ranks": num_ranks, "shared": shared, "bytes": size}
+    return {"table": [{**row, "us": round(1e6 * seconds, 1), "busbw": round(busbw, 2)}]}
 
 
 def measure(collective: str, size: int) -> list[float]:

@@ -1,17 +1,24 @@
-"""The devices that the command can use, and the stage ``hardware``: devices and versions of this machine."""
+"""The devices that the command can use, and the stage ``hardware``: versions and start-up times."""
 
 from __future__ import annotations
 
+import itertools
 import platform
 import re
+import subprocess
+import sys
+import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from spec_tests.harness import device, simulated
+from spec_tools.gpu.code import ROOT
+from spec_tools.gpu.tasks import on_ranks
+
+START_LIMIT = 120.0
 
 CAUTIONS = {
     "cuda": "",
@@ -47,17 +54,46 @@ def num_devices(kind: str) -> int:
     return torch.cuda.device_count() if kind == "cuda" else 1
 
 
-def work() -> Iterator[dict[str, Any]]:
-    """Yields one finding. The process ends afterwards, so it does not keep memory of a GPU."""
+def work(what: str) -> dict[str, Any]:
+    """The devices and versions, or how long something takes to start."""
+    if what == "process":
+        return {"start_up": _of_a_process()}
+    begin = time.monotonic()
+    if what == "devices":
+        found: dict[str, Any] = on_ranks(1, devices, START_LIMIT)[0]
+        return found | {"start_up": {"1 rank": round(time.monotonic() - begin, 2)}}
+    on_ranks(int(what.split()[0]), nothing, START_LIMIT)
+    return {"start_up": {what: round(time.monotonic() - begin, 2)}}
+
+
+def nothing() -> None:
+    """What ranks do to be started: a process each, the context of the device, and a process group."""
+
+
+def _of_a_process() -> dict[str, float]:
+    """Seconds until Python runs, until it has imported torch and minifsdp, and until it has a context of the device."""
+    context = "torch.zeros(1, device='cuda').cpu()" if device().type == "cuda" else ""
+    steps = {"process": "", "import": "import torch, minifsdp", "context": context}
+    program = "\n".join(f"{step}\nprint('{name}', time.time(), flush=True)" for name, step in steps.items())
+    moments = {"begin": time.time()}
+    command = [sys.executable, "-c", "import time\n" + program]
+    for line in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
+        name, moment = line.split()
+        moments[name] = float(moment)
+    return {name: round(end - begin, 2) for (_, begin), (name, end) in itertools.pairwise(moments.items())}
+
+
+def devices() -> dict[str, Any]:
+    """On a rank, so that this process does not keep memory of a GPU: the devices and versions."""
     versions = {"Python": platform.python_version(), "torch": torch.__version__}
-    devices = [{"name": f"device type {device().type}"}]
+    found = [{"name": f"device type {device().type}"}]
     if device().type == "cuda":
         nccl: Any = torch.cuda.nccl
         versions |= {"CUDA": str(torch.version.cuda), "NCCL": ".".join(map(str, nccl.version())), "driver": _driver()}
-        devices = [_gpu(index) for index in range(torch.cuda.device_count())]
-    names = Counter(one["name"] for one in devices)
+        found = [_gpu(index) for index in range(torch.cuda.device_count())]
+    names = Counter(one["name"] for one in found)
     words = [*(f"{number} x {name}" for name, number in names.items()), *map(" ".join, versions.items())]
-    yield {"versions": versions, "devices": devices, "line": ", ".join(words)}
+    return {"versions": versions, "devices": found, "line": ", ".join(words)}
 
 
 def _gpu(index: int) -> dict[str, Any]:

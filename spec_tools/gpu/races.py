@@ -24,9 +24,8 @@ Spec: KIT-06.
 from __future__ import annotations
 
 import contextlib
-import os
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -39,11 +38,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import minifsdp
 from minifsdp import CPUOffload, CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy, ShardingStrategy
-from spec_tests.harness import device, pool
+from spec_tests.harness import device
 from spec_tests.models.modules import MLP
 from spec_tests.models.running import batch
 from spec_tests.models.sharding import line_mesh
-from spec_tools.gpu.job import Finding, device_module, on_ranks
+from spec_tools.gpu.tasks import Finding, device_module, on_ranks
 
 LIMIT = 300.0
 NUM_STEPS = 4
@@ -57,20 +56,15 @@ CYCLES_PER_MILLISECOND = 1_500_000
 Trained = list[dict[str, Tensor]]  # for each step, the tensors of this rank after it, by name
 
 
-def work(num_ranks: int, num_seeds: int, configurations: Sequence[str] = ()) -> Iterator[Finding]:
-    """Yields a finding for each of these configurations; without any, for all of them."""
-    # For sums in a fixed order inside cuBLAS. The ranks inherit it, and it must be set before their first kernel.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    for configuration in configurations or CONFIGURATIONS:
-        finding = {"configuration": configuration, "ranks": num_ranks, "seeds": num_seeds}
-        try:
-            by_rank = on_ranks(num_ranks, hunt, LIMIT, configuration=configuration, num_seeds=num_seeds)
-        except pool.Failure as failure:
-            yield {**finding, "text": f"{configuration} on {num_ranks} ranks:\n{failure}"}
-            continue
-        finding["delays"] = sum(delays for delays, _ in by_rank)
-        texts = [text for _, text in by_rank if text]
-        yield {**finding, "text": f"{configuration}, {num_ranks} ranks, {texts[0]}"} if texts else finding
+def work(num_ranks: int, num_seeds: int, configuration: str) -> Finding:
+    """Trains a configuration with each seed."""
+    by_rank = on_ranks(num_ranks, hunt, LIMIT, configuration=configuration, num_seeds=num_seeds)
+    delays = sum(delays for delays, _ in by_rank)
+    row = {"configuration": configuration, "ranks": num_ranks, "seeds": num_seeds, "delays": delays}
+    texts = [text for _, text in by_rank if text]
+    if not texts:
+        return {"table": [row]}
+    return {"table": [{**row, "text": texts[0]}], "text": f"{configuration}, {num_ranks} ranks, {texts[0]}"}
 
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------

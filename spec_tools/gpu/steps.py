@@ -1,17 +1,18 @@
 """Training steps of minifsdp and of torch's FSDPs in bfloat16, one after the other on the same ranks: time and memory.
 
-The model is the tutorials' GPT at the sizes of GPT-2. All contenders start from the same weights and train on the same
-batches, so their losses must agree. If one does not, the job fails. Times are reported and never make a job fail. For
-each contender:
+The model is the tutorials' GPT at the sizes of GPT-2. torch and minifsdp take turns. Both start from the same weights
+and train on the same batches, so their losses must agree. If they do not, the task fails. Times are reported and never
+make a task fail. For each contender:
 
 * ``ms``: median time of a step, in which the host waits only at the end of each group of `STEPS_IN_A_GROUP` steps;
 * ``host ms``: the time in which the host issues such a step. If it is close to ``ms``, the host limits the step;
 * ``tokens/s``: tokens of one rank per second;
 * ``peak GiB``: the most memory that tensors of this contender used during a step;
-* ``syncs``, ``mallocs``: calls of CUDA's runtime in one step that wait, or allocate memory, counted by the profiler.
+* ``syncs``, ``mallocs``: calls of CUDA's runtime in one step that wait, or allocate memory, counted by the profiler;
+* ``comm ms``, ``exposed ms``: the time of NCCL's kernels in this step, and the part of it in which no other kernel ran.
 
 A contender that fails, for example because it needs too much memory, has the error as its ``result``, and the others
-still run. The job fails only if minifsdp fails and torch does not with the same API.
+still run. The task fails only if minifsdp fails and torch does not with the same API.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,8 +31,7 @@ from torch.distributed import fsdp as torch_fsdp
 
 import minifsdp
 from spec_tests.harness import device, pool
-from spec_tools.gpu.job import Finding, device_module, on_ranks
-from spec_tools.gpu.process import first_error
+from spec_tools.gpu.tasks import Finding, device_module, first_error, on_ranks
 from tutorials.gpt.model import GPT, VOCABULARY, Block
 
 LIMIT = 300.0
@@ -50,26 +50,26 @@ RUNTIME_CALLS = {
 }
 
 
-def work(num_ranks: int, models: Sequence[str]) -> Iterator[Finding]:
-    """Yields one finding for each model and contender: the measurements of rank 0."""
-    for model in models:
-        expected: list[float] = []
-        failed = set()
-        for contender in CONTENDERS:
-            finding: Finding = {"size": model, "ranks": num_ranks, "contender": contender}
-            try:
-                finding |= on_ranks(num_ranks, train, LIMIT, contender=contender, model=model)[0]
-            except pool.Failure as failure:
-                failed.add(contender)
-                finding["result"] = first_error(str(failure))
-                if contender.replace("minifsdp", "torch") not in failed:
-                    finding["text"] = f"{contender}:\n{failure}"
-            else:
-                losses = finding["losses"]
-                expected = expected or losses
-                if not torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=TOLERANCE):
-                    finding["text"] = f"{contender}: losses {losses}, expected {expected}"
-            yield finding
+def work(num_ranks: int, model: str, api: str) -> Finding:
+    """Trains a model with one API of torch, and then with the same API of minifsdp; the measurements of rank 0."""
+    found: Finding = {"table": []}
+    expected: list[float] = []
+    is_torch_well = True
+    for package in PACKAGES:
+        row: dict[str, Any] = {"size": model, "ranks": num_ranks, "contender": f"{package} {api}"}
+        found["table"].append(row)
+        try:
+            row |= on_ranks(num_ranks, train, LIMIT, package=package, api=api, model=model)[0]
+        except pool.Failure as failure:
+            row["result"] = first_error(str(failure))
+            if package == "minifsdp" and is_torch_well:
+                found["text"] = f"{row['contender']}:\n{failure}"
+            is_torch_well = False
+            continue
+        expected = expected or row["losses"]
+        if not torch.allclose(torch.tensor(row["losses"]), torch.tensor(expected), rtol=TOLERANCE):
+            found["text"] = f"{row['contender']}: losses {row['losses']}, expected {expected}"
+    return found
 
 
 # ---- contenders -----------------------------------------------------------------------------------------------------
@@ -93,18 +93,14 @@ def _sharded(package: Any, model: GPT) -> nn.Module:
     return sharded
 
 
-CONTENDERS: dict[str, tuple[Callable[[Any, GPT], nn.Module], Any]] = {
-    "torch FullyShardedDataParallel": (_wrapped, torch_fsdp),
-    "minifsdp FullyShardedDataParallel": (_wrapped, minifsdp),
-    "torch fully_shard": (_sharded, torch_fsdp),
-    "minifsdp fully_shard": (_sharded, minifsdp),
-}
+APIS: dict[str, Callable[[Any, GPT], nn.Module]] = {"FullyShardedDataParallel": _wrapped, "fully_shard": _sharded}
+PACKAGES = {"torch": torch_fsdp, "minifsdp": minifsdp}
 
 # ---- on a rank ------------------------------------------------------------------------------------------------------
 
 
-def train(contender: str, model: str) -> dict[str, Any]:
-    """One turn of a contender: its losses, the times of all groups of steps, its memory, and its calls."""
+def train(package: str, api: str, model: str) -> dict[str, Any]:
+    """The losses, the time of a step, the memory, and what the profiler finds in one step."""
     width, num_blocks, num_heads, length, batch = MODELS[model]
     is_cuda = device().type == "cuda"
     gc.collect()
@@ -114,8 +110,7 @@ def train(contender: str, model: str) -> dict[str, Any]:
     torch.manual_seed(0)
     with device():
         gpt = GPT(width=width, num_blocks=num_blocks, num_heads=num_heads)
-    build, package = CONTENDERS[contender]
-    trained = build(package, gpt)
+    trained = APIS[api](PACKAGES[package], gpt)
     optimizer = torch.optim.AdamW(trained.parameters(), lr=1e-4)
     texts = [_text(batch, length, step) for step in range(NUM_WARM)]
     losses = [float(_step(trained, optimizer, text)) for text in texts]
@@ -139,7 +134,7 @@ def train(contender: str, model: str) -> dict[str, Any]:
     }
     if is_cuda:
         figures["peak GiB"] = round((torch.cuda.max_memory_allocated() - before) / 2**30, 3)
-        figures |= _calls(lambda: _step(trained, optimizer, texts[0]))
+        figures |= _profiled(lambda: _step(trained, optimizer, texts[0]))
     return figures
 
 
@@ -157,11 +152,35 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, text: Tensor) -> T
     return loss.detach()
 
 
-def _calls(step: Callable[[], object]) -> dict[str, int]:
-    """Runs a step under the profiler; returns the number of its calls of CUDA's runtime."""
+def _profiled(step: Callable[[], object]) -> dict[str, float]:
+    """Runs a step under the profiler: its calls of CUDA's runtime, and the time of its exposed communication."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities, acc_events=True) as profile:
         step()
-    names = [event.name for event in profile.events()]
-    return {what: sum(name in group for name in names) for what, group in RUNTIME_CALLS.items()}
+    events = list(profile.events())
+    found: dict[str, float] = {
+        what: sum(event.name in group for event in events) for what, group in RUNTIME_CALLS.items()
+    }
+    spans: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
+    for event in events:
+        if event.device_type == torch.autograd.DeviceType.CUDA and not event.is_user_annotation:
+            spans["nccl" in event.name.lower()].append((event.time_range.start, event.time_range.end))
+    found["comm ms"] = round(uncovered(spans[True], []) / 1000, 3)
+    found["exposed ms"] = round(uncovered(spans[True], spans[False]) / 1000, 3)
+    return found
+
+
+def uncovered(spans: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]) -> float:
+    """The time in which at least one of the spans is active, and none of the others."""
+    moments = []
+    for kind, some in enumerate((spans, others)):
+        for begin, end in some:
+            moments += [(begin, kind, 1), (end, kind, -1)]
+    active, found, last = [0, 0], 0.0, 0.0
+    for at, kind, step in sorted(moments):
+        if active[0] and not active[1]:
+            found += at - last
+        active[kind] += step
+        last = at
+    return found

@@ -1,11 +1,15 @@
-"""``python -m spec_tools.gpu`` on CPUs: the whole command, jobs that fail, runs that are cut off, and each stage."""
+"""``python -m spec_tools.gpu`` on CPUs: its order, the whole command, tests that crash, and runs that are killed."""
 
 from __future__ import annotations
 
-import os
+import json
+import re
 import signal
 import socket
+import subprocess
 import sys
+import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,60 +21,146 @@ from minifsdp_tools.simulate.machine import measured_costs
 from spec_tests.harness import pool, ranks
 from spec_tests.waiting import comes_true
 from spec_tools.gpu import __main__ as command
-from spec_tools.gpu import collectives, process, races, report, stages, steps
-from spec_tools.gpu.process import ROOT, Job
+from spec_tools.gpu import collectives, journal, plan, process, races, report, stages, steps, suite
+from spec_tools.gpu.code import ROOT
+from spec_tools.gpu.cover import Case, in_order, in_time
 
 FUTURE = "ignore:.*is deprecated. Please use:FutureWarning"  # torch 2.13 has newer names for its collectives
+COMMAND = [sys.executable, "-m", "spec_tools.gpu", "--device", "cpu"]
 
 
-def python(name: str, program: str, *arguments: object, limit: float = 120.0) -> Job:
-    return Job(name, [sys.executable, "-c", program, *map(str, arguments)], limit)
+def run_kit(folder: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """Runs the command on the CPU; returns its exit status and the record."""
+    status = subprocess.run([*COMMAND, "--folder", str(folder), *options], cwd=ROOT, check=False).returncode
+    return status, report.read(folder / "gpu-report-cpu.json")
 
 
-def use_jobs(patch: pytest.MonkeyPatch, *jobs: Job) -> None:
-    """Makes these jobs the only ones; all of them belong to the stage ``suite``."""
-    patch.setattr(command, "STAGES", {"suite": stages.Stage("is it so", lambda settings: list(jobs))})
+# ---- the order ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.pure
-@pytest.mark.spec("KIT-02")
-def test_files_of_the_quick_suite_exist() -> None:
-    missing = [name for name in stages.QUICK_FILES if not (stages.TESTS / name).exists()]
-    assert missing == []
+@pytest.mark.spec("KIT-28")
+def test_order_begins_with_tests_of_gpus_then_streams_then_the_rest_and_at_last_older_ones() -> None:
+    on_gpu = Case("on_gpu", ("LEDGER-01",), is_for_gpus=True)
+    cuda, stream = Case("cuda", ("MP-01",), 2), Case("stream", ("STREAM-01",), 2)
+    both, one = Case("both", ("CTOR-01", "CTOR-02"), 4), Case("one", ("CTOR-01",), 1)
+    known, on_cpu = Case("known", ("CTOR-03",), 2), Case("on_cpu", ("CTOR-04",))
+    cases = [one, both, known, on_cpu, stream, cuda, on_gpu]
+    chosen, others = in_order(cases, proven={"CTOR-03"}, older={"CTOR-03"}, of_cuda={"MP-01"})
+    assert chosen == [on_gpu, cuda, stream, both, known]
+    assert others == [one, on_cpu]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("KIT-28")
+def test_few_ranks_come_first_among_tests_that_show_the_same() -> None:
+    four, two, one = (Case(f"{number} ranks", ("CTOR-01",), number) for number in (4, 2, 1))
+    assert in_order([four, one, two], set(), set(), set())[0] == [one]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("KIT-27")
+def test_test_that_takes_too_long_is_left_out_and_a_shorter_one_runs() -> None:
+    cases = [Case("a", seconds=2.0), Case("b", seconds=9.0), Case("c", seconds=3.0), Case("d", seconds=3.0)]
+    now = 0.0
+    ran = []
+    for case in in_time(cases, 6.0, lambda: now):
+        now += case.seconds
+        ran.append(case.name)
+    assert ran == ["a", "c"]
+
+
+@pytest.mark.pure
+@pytest.mark.spec("KIT-27")
+def test_stage_gets_its_part_of_the_time_and_all_stages_continue_at_the_end() -> None:
+    limits = stages.limits(list(stages.STAGES), begin=100.0, end=820.0)
+    first, again = limits[:8], limits[8:]
+    # 0.5, 0.25, 0.25, 1, 6, 2, 1 and 1 twelfths of 720 seconds.
+    assert [until - 100.0 for _, until in first] == [30, 45, 60, 120, 480, 600, 660, 720]
+    assert again == [(name, 820.0) for name in stages.STAGES]
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, list[Case]]:
+    """What a run on one GPU would collect."""
+    return plan.cases_of("cuda", ["spec_tests"])
+
+
+@pytest.mark.pure
+@pytest.mark.spec("KIT-28", "KIT-29", "KIT-32")
+def test_plan_for_twelve_minutes_shows_each_requirement_once_until_all_are_shown(cases: dict[str, list[Case]]) -> None:
+    planned, spent = plan.plan_for(cases, list(stages.STAGES), 720.0, {"runs": [], "rows": {}})
+    assert sum(spent.values()) <= 720
+    first = [case for stage in ("smoke", "unexplained") for case in cases[stage] if case.uses_device]
+    shown = {row for case in first for row in case.rows}
+    for case in cases["requirements"]:
+        assert not shown.issuperset(case.rows), f"{case.name} shows nothing new"
+        shown.update(case.rows)
+    every = {row for some in cases.values() for case in some if case.uses_device for row in case.rows}
+    assert {row for row in every if not row.startswith("KIT-")} <= shown
+    assert set(planned["requirements"]) <= set(cases["requirements"])
+    # Tests of all files that are named as unexplained.
+    assert {case.name.partition("::")[0] for case in cases["unexplained"]} == set(suite.UNEXPLAINED)
+
+
+@pytest.mark.pure
+@pytest.mark.spec("KIT-33")
+def test_each_risk_that_needs_a_gpu_names_a_test_of_this_run(cases: dict[str, list[Case]]) -> None:
+    names = [case.name for some in cases.values() for case in some]
+    # Tests that need several GPUs are no part of a plan for one.
+    files = (path for path in (ROOT / "spec_tests").rglob("test_*.py") if "mark.own_gpus" in path.read_text())
+    names += [str(path.relative_to(ROOT)) for path in files]
+    text = (ROOT / "docs" / "tools" / "gpu-risks.md").read_text()
+    open_part, _, rest = text.partition("## The first hour")[0].partition("## Wrong numbers")
+    # In the first table, the last cell names the test; in the others, it follows the word "kit".
+    tested = re.findall(r"^\| .* GPUs? \| (.*) \|$", open_part, re.MULTILINE)
+    tested += re.findall(r"\bkit\b([^|]*) \|$", rest, re.MULTILINE)
+    assert len(tested) >= 16
+    for words in tested:
+        found = [f"spec_tests/{file}" for file in re.findall(r"`([\w/]+\.py)`", words)]
+        named = re.findall(r"stage `(\w+)`", words)
+        assert found or named, words
+        assert all(any(name.startswith(file) for name in names) for file in found), words
+        assert all(cases[stage] for stage in named), words
 
 
 # ---- the whole command ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.spec("KIT-02", "KIT-06", "KIT-07", "KIT-08", "KIT-09", "KIT-10", "KIT-16", "KIT-22")
-def test_all_stages_run_on_the_cpu_and_the_report_has_their_figures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(stages, "QUICK_FILES", ("prefetch/test_counts.py",))
-    monkeypatch.setattr(stages, "NUM_QUICK_SEEDS", 1)
-    assert command.main(["--device", "cpu", "--quick"], tmp_path) == 0
+@pytest.mark.spec(*("KIT-02", "KIT-06", "KIT-07", "KIT-08", "KIT-09", "KIT-10", "KIT-16", "KIT-22", "KIT-30", "KIT-31"))
+def test_all_stages_run_on_the_cpu_and_the_report_has_their_figures(tmp_path: Path) -> None:
+    tests = ["spec_tests/prefetch/test_counts.py", "spec_tests/parity/test_parity.py"]
+    chosen = [stage for stage in stages.STAGES if stage != "variants"]
+    status, record = run_kit(tmp_path, "--stages", *chosen, "--tests", *tests)
+    assert status == 0
 
     text = (tmp_path / "gpu-report-cpu.md").read_text()
-    record = report.read(tmp_path / "gpu-report-cpu.md")
     assert "**Tried on the CPU, with gloo: nothing about a GPU is shown.**" in text
     assert f"torch {torch.__version__}, commit " in text
-    assert record["hardware"]["versions"]["torch"] in capsys.readouterr().out
-    assert [name.split("/")[0] for name in record["jobs"]] == list(stages.STAGES)
-    assert record["not_run"] == []
-    assert "| suite | 1 | 0 | 0 |" in text
+    counts = {one["stage"]: (one["passed"], one["not passed"], one["not run"]) for one in report.stages(record)}
+    assert counts["hardware"] == (4, 0, 0)
+    assert counts["requirements"][0] > 0
+    assert {bad for _, bad, _ in counts.values()} == {left for *_, left in counts.values()} == {0}
+    assert set(record["start_up"]) == {"process", "import", "context", "1 rank", "2 ranks", "4 ranks"}
+    assert {one["evidence"] for one in record["requirements"].values()} == {
+        "1 rank, gloo",
+        "2 ranks, gloo",
+        "4 ranks, gloo",
+    }
 
-    compared = {test.partition("[")[2] for test in report.tests(record)}
+    compared = {test.partition("[")[2] for test, one in record["results"].items() if one["stage"] == "smoke"}
     assert {"mlp-wrapped-FULL_SHARD]", "mlp-fully_shard-HYBRID_SHARD]", "mlp-originals-NO_SHARD-adamw]"} <= compared
-    measured = list(report.findings(record, "collectives"))
+    measured = list(report.table(record["results"], "collectives"))
     assert {one["collective"] for one in measured} == set(collectives.COLLECTIVES)
     assert all(one["us"] > 0 and one["shared"] for one in measured)
     assert "no time of a collective has a meaning" in text
-    trained = list(report.findings(record, "steps"))
-    assert [one["contender"] for one in trained] == list(steps.CONTENDERS)
+    trained = list(report.table(record["results"], "steps"))
+    assert [one["contender"] for one in trained] == [
+        f"{package} {api}" for api in steps.APIS for package in steps.PACKAGES
+    ]
     assert all(one["ms"] >= one["host ms"] > 0 for one in trained)
-    raced = list(report.findings(record, "races"))
+    raced = list(report.table(record["results"], "races"))
     assert [one["configuration"] for one in raced] == ["wrapper", "function, hybrid"]
-    assert {one["configuration"] for one in raced} < set(races.CONFIGURATIONS)
 
 
 @pytest.mark.spec("KIT-01")
@@ -91,122 +181,133 @@ def test_command_without_a_gpu_says_why_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- jobs that do not pass ------------------------------------------------------------------------------------------
+# ---- tests that do not pass, and runs that are killed ---------------------------------------------------------------
 
-# A rank has a session of its own, like the workers of torchrun.
-HANGS = """
-import subprocess, sys, time
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
-def wait_for_the_ranks(): time.sleep(600)
-wait_for_the_ranks()
-"""
 CRASHES = """
-import os, signal, pytest
+import os, signal, subprocess, sys, time
+import pytest
+from spec_tests.harness import ranks
 
 @pytest.mark.spec("CTOR-01")
+@ranks(1)
 def test_before(): pass
 
+@pytest.mark.spec("CTOR-02")
+@pytest.mark.ranks
 def test_that_crashes(): os.kill(os.getpid(), signal.SIGSEGV)
+
+@pytest.mark.spec("CTOR-03")
+@pytest.mark.ranks
+def test_that_fails(): raise ValueError("no value in {root}/x on gpu-box-7")
+
+@pytest.mark.spec("CTOR-04")
+@pytest.mark.ranks
+def test_that_hangs():
+    # A child with a session of its own, like the workers of torchrun.
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+    wait_for_the_child()
+
+def wait_for_the_child(): time.sleep(600)
+
+@pytest.mark.spec("CTOR-05")
+@pytest.mark.ranks
+def test_after(): pass
 """
 
 
-@pytest.mark.spec("KIT-03", "KIT-04", "KIT-07", "KIT-23")
-def test_jobs_that_fail_hang_and_crash_are_reported_and_the_rest_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def crashing_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of tests with the options and hooks of this repository."""
+    path = tmp_path / "test_it.py"
+    path.write_text(CRASHES.replace("{root}", str(ROOT)))
+    monkeypatch.setenv("PYTEST_ADDOPTS", f"-c {ROOT / 'pyproject.toml'} --rootdir {ROOT}")
+    return path
+
+
+@pytest.mark.spec("KIT-03", "KIT-04", "KIT-07", "KIT-23", "KIT-30")
+def test_run_continues_after_tests_that_crash_and_hang(
+    crashing_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "gpu-box-7")
-    (tmp_path / "test_it.py").write_text(CRASHES)
-    crashes = stages._file(stages.Settings("cpu"), "suite", stages.TESTS / "test_it.py")
-    options = ["-p", "conftest", "-c", str(ROOT / "pyproject.toml"), "--rootdir", str(tmp_path)]
-    words = [str(tmp_path / "test_it.py") if word.endswith("test_it.py") else word for word in crashes.command]
-    use_jobs(
-        monkeypatch,
-        python("suite/fails", f"raise ValueError('no value in {ROOT}/x on gpu-box-7')"),
-        python("suite/hangs", HANGS, limit=5.0),
-        Job(crashes.name, [*words, *options], crashes.limit),
-        python("suite/passes", ""),
-    )
-    assert command.main(["--device", "cpu"], tmp_path) == 1
+    monkeypatch.setattr(command, "SLOWEST_START", 20.0)
+    options = ["--device", "cpu", "--stages", "requirements", "--tests", str(crashing_file), "--limit", "10"]
+    assert command.main(options, tmp_path) == 1
 
     record, text = report.read(tmp_path / "gpu-report-cpu.json"), (tmp_path / "gpu-report-cpu.md").read_text()
-    assert [(job["word"], job["reason"]) for job in record["jobs"].values()] == [
-        ("failed", "ValueError: no value in ./x on <host>"),
-        ("hung", "did not end within 5 s"),
-        ("crashed", "ended by SIGSEGV; it was in test_it.py::test_that_crashes"),
-        ("passed", ""),
-    ]
-    assert "in wait_for_the_ranks" in record["jobs"]["suite/hangs"]["last_lines"]
+    outcomes = {name.rpartition("::")[2]: one["outcome"] for name, one in record["results"].items()}
+    assert outcomes == {
+        "test_before": "passed",
+        "test_that_crashes": "crashed",
+        "test_that_fails": "failed",
+        "test_that_hangs": "hung",
+        "test_after": "passed",
+    }
+    rows = {row: one["outcome"] for row, one in record["requirements"].items()}
+    assert rows == {f"CTOR-0{number}": word for number, word in enumerate(outcomes.values(), 1)}
+    assert "in wait_for_the_child" in text
     assert process.processes_of(tmp_path / "gpu" / "cpu") == []
-    assert [(test["outcome"], test["rows"]) for test in report.tests(record).values()] == [("passed", ["CTOR-01"])]
-    assert "| suite | 1 | 3 | 0 |" in text
-    assert "## suite/hangs: hung\n\ndid not end within 5 s\n\n" in text
     assert str(ROOT) not in text
     assert "gpu-box-7" not in text
 
 
-@pytest.mark.spec("KIT-27")
-def test_run_ends_with_its_time_and_lists_what_did_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_jobs(
-        monkeypatch, python("suite/a", ""), python("suite/b", "import time; time.sleep(600)"), python("suite/c", "")
-    )
-    monkeypatch.setattr(command, "SHORTEST", 0.0)
-    assert command.main(["--device", "cpu", "--minutes", "0.1"], tmp_path) == 1
-    record = report.read(tmp_path / "gpu-report-cpu.json")
-    assert [job["word"] for job in record["jobs"].values()] == ["passed", "stopped"]
-    assert record["not_run"] == ["suite/c"]
+@pytest.mark.spec("KIT-24", "KIT-27")
+def test_run_ends_with_its_time_and_a_test_that_was_stopped_has_no_result(
+    crashing_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crashing_file.write_text(CRASHES.replace("os.kill(os.getpid(), signal.SIGSEGV)", "time.sleep(600)"))
+    begin = time.monotonic()
+    options = ["--stages", "requirements", "--tests", str(crashing_file), "--minutes", "0.6"]
+    status, record = run_kit(tmp_path, *options)
+    assert status == 1
+    assert time.monotonic() - begin < 60
+    assert [name.rpartition("::")[2] for name in record["results"]] in ([], ["test_before"])
+    assert next(one["not run"] for one in report.stages(record) if one["stage"] == "requirements") in (4, 0)
 
 
-# ---- a run that is cut off ------------------------------------------------------------------------------------------
-
-# Records its name. "b" leaves a finding, and sleeps in its first run.
-DIARIST = """
-import os, sys, time
-from pathlib import Path
-name, folder = sys.argv[1], Path(sys.argv[2])
-with (folder / "diary").open("a") as file: file.write(name)
-with open(os.environ["MINIFSDP_GPU_FINDINGS"], "a") as file: file.write('{"line": "found"}\\n')
-if name == "b" and not (folder / "first").exists():
-    (folder / "first").touch()
-    time.sleep(600)
-"""
+MOMENTS = [1, 2, 4, 6, 9, 12, 16, 20, 24, 28]  # lines of the journal after which the command is killed
 
 
-def run_three_jobs(folder: Path) -> None:
-    # A shell starts background processes with SIGINT ignored, and children inherit that.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    with pytest.MonkeyPatch.context() as patch:
-        use_jobs(patch, *(python(f"suite/{name}", DIARIST, name, folder) for name in "abc"))
-        sys.exit(command.main(["--device", "cpu"], folder))
+@pytest.mark.spec("KIT-05", "KIT-07", "KIT-24")
+@pytest.mark.in_turn(2)
+@pytest.mark.parametrize("num_lines", MOMENTS)
+def test_same_command_continues_a_run_that_was_killed(num_lines: int, tmp_path: Path) -> None:
+    path = tmp_path / "gpu-journal-cpu.jsonl"
+    options = ["--folder", str(tmp_path), "--tests", "spec_tests/prefetch/test_counts.py"]
+    options += ["--stages", "hardware", "collectives", "requirements"]
+    first = subprocess.Popen([*COMMAND, *options], cwd=ROOT)
+    assert comes_true(lambda: path.exists() and path.read_bytes().count(b"\n") >= num_lines, 240)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    process.end_processes(tmp_path / "gpu" / "cpu")
+    before = path.read_bytes()
 
-
-@pytest.mark.spec("KIT-05", "KIT-24")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_same_command_continues_a_run_that_was_cut_off(number: signal.Signals, tmp_path: Path) -> None:
-    first, second = (pool.fork_server().Process(target=run_three_jobs, args=(tmp_path,)) for _ in range(2))
-    first.start()
-    assert comes_true(lambda: (tmp_path / "first").exists(), 120)
-    os.kill(first.pid, number)
-    first.join(120)
-    jobs = report.read(tmp_path / "gpu-report-cpu.json")["jobs"]
-    assert jobs["suite/a"]["word"] == "passed"
-    if number != signal.SIGKILL:
-        assert jobs["suite/b"]["word"] == "stopped"
-        assert jobs["suite/b"]["findings"] == [{"line": "found"}]
-    second.start()
-    second.join(120)
-    assert second.exitcode == 0
-    assert (tmp_path / "diary").read_text() == "abbc"
+    status, record = run_kit(tmp_path, *options[2:])
+    assert status == 0
+    assert path.read_bytes().startswith(before)
+    lines = [json.loads(line) for line in path.read_text().splitlines() if line]
+    results = Counter(line["name"] for line in lines if "outcome" in line)
+    assert results == dict.fromkeys(record["results"], 1)
+    # Only what was running when the command was killed has started twice.
+    starts = Counter(line["name"] for line in lines if "started" in line)
+    assert starts.keys() == results.keys()
+    assert starts.total() - len(starts) <= 1
     assert process.processes_of(tmp_path / "gpu" / "cpu") == []
 
 
 @pytest.mark.spec("KIT-05")
 @pytest.mark.pure
-def test_outcomes_of_another_commit_are_not_used(tmp_path: Path) -> None:
-    about = report.circumstances("cpu", 1, False)
-    outcomes = {"suite/a": process.Outcome("passed", 1.0)}
-    report.write(report.compose(about, outcomes, []), tmp_path / "report.json")
-    assert report.earlier_outcomes(tmp_path / "report.json", about) == outcomes
-    assert report.earlier_outcomes(tmp_path / "report.json", {**about, "commit": "another"}) == {}
+def test_results_of_other_code_are_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "journal.jsonl"
+    monkeypatch.setenv(journal.JOURNAL, str(path))
+    journal.open_for(path, {"code": "1"})
+    journal.leave({"name": "a", "stage": "smoke", "outcome": "passed"})
+    # The machine was switched off in the middle of a line.
+    path.write_bytes(path.read_bytes() + b'{"name": "b", "sta')
+    journal.open_for(path, {"code": "1"})
+    journal.leave({"name": "c", "stage": "smoke", "outcome": "stopped"})
+    assert list(journal.read().results) == ["a"]
+    journal.open_for(path, {"code": "2"})
+    assert journal.read().results == {}
 
 
 # ---- stages ---------------------------------------------------------------------------------------------------------
@@ -215,11 +316,25 @@ def test_outcomes_of_another_commit_are_not_used(tmp_path: Path) -> None:
 @pytest.mark.spec("KIT-02")
 @pytest.mark.pure
 def test_number_of_ranks_follows_the_number_of_devices() -> None:
-    def names(num_devices: int) -> list[str]:
-        return [job.name for job in stages.STAGES["collectives"].jobs(stages.Settings("cuda", num_devices))]
+    assert [stages.sizes(number) for number in (1, 2, 4, 8)] == [[2], [2], [2, 4], [2, 4, 8]]
 
-    assert names(1) == ["collectives/2"]
-    assert names(8) == ["collectives/2", "collectives/4", "collectives/8"]
+
+@pytest.mark.spec("KIT-30")
+@pytest.mark.pure
+def test_evidence_says_whether_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suite.worker, "device_here", torch.device("cuda:0"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    found = [suite.evidence(Case("test", num_ranks=number)) for number in (0, 1, 2, 4)]
+    assert found == ["no device", "1 rank, NCCL", "2 GPUs, NCCL", "4 ranks on one GPU, NCCL over sockets"]
+    assert suite.evidence(Case("test", is_for_gpus=True)) == "1 process on a GPU"
+
+
+@pytest.mark.spec("KIT-09")
+@pytest.mark.pure
+def test_communication_is_exposed_while_nothing_else_runs() -> None:
+    communication, computation = [(0.0, 4.0), (3.0, 6.0), (10.0, 12.0)], [(2.0, 5.0), (9.0, 11.0)]
+    assert steps.uncovered(communication, []) == 8.0  # 0 to 6, 10 to 12
+    assert steps.uncovered(communication, computation) == 4.0  # 0 to 2, 5 to 6, 11 to 12
 
 
 @pytest.mark.spec("KIT-16")
@@ -242,13 +357,17 @@ def test_wrong_value_of_a_collective_is_an_error(collective: str) -> None:
 
 @pytest.mark.spec("KIT-18")
 @pytest.mark.pure
-def test_simulator_reads_the_times_of_collectives_from_the_report(tmp_path: Path) -> None:
+def test_simulator_reads_the_times_of_collectives_from_the_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     points = {1_000: 10.0, 1_000_000: 50.0, 4_000_000: 100.0}
     row = {"collective": "all-gather", "ranks": 8, "shared": False}
     measured = [{**row, "bytes": size, "us": us, "busbw": 0.0} for size, us in points.items()]
-    outcome = process.Outcome("passed", 1.0, findings=measured)
+    monkeypatch.setenv(journal.JOURNAL, str(tmp_path / "journal.jsonl"))
+    journal.leave({"about": report.circumstances("cuda", 8)})
+    journal.leave({"name": "it", "stage": "collectives", "outcome": "passed", "seconds": 1.0, "table": measured})
     path = tmp_path / "gpu-report.json"
-    report.write(report.compose(report.circumstances("cuda", 8, False), {"collectives/8": outcome}, []), path)
+    report.write(path)
     ((latency, rate),) = measured_costs(path).values()
     assert latency == pytest.approx(10e-6)
     assert rate == pytest.approx(4_000_000 / 100e-6)
@@ -259,24 +378,25 @@ def test_simulator_reads_the_times_of_collectives_from_the_report(tmp_path: Path
 @pytest.mark.parametrize(
     ("fails", "failed"),
     [
-        ((), ["minifsdp fully_shard"]),
-        (("minifsdp FullyShardedDataParallel",), ["minifsdp FullyShardedDataParallel", "minifsdp fully_shard"]),
-        (("torch FullyShardedDataParallel", "minifsdp FullyShardedDataParallel"), ["minifsdp fully_shard"]),
+        ((), "losses [9.0, 8.0], expected [9.0, 7.0]"),
+        (("minifsdp",), "minifsdp fully_shard:\nE   torch.OutOfMemoryError: CUDA out of memory"),
+        (("torch", "minifsdp"), None),
     ],
 )
 def test_step_fails_with_a_wrong_loss_and_if_only_minifsdp_lacks_memory(
-    fails: tuple[str, ...], failed: list[str], monkeypatch: pytest.MonkeyPatch
+    fails: tuple[str, ...], failed: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def train(*_: Any, contender: str, **__: Any) -> list[Any]:
-        if contender in fails:
+    def train(*_: Any, package: str, **__: Any) -> list[Any]:
+        if package in fails:
             raise pool.Failure("E   torch.OutOfMemoryError: CUDA out of memory")
-        return [{"losses": [9.0, 8.0 if contender == "minifsdp fully_shard" else 7.0]}]
+        return [{"losses": [9.0, 8.0 if package == "minifsdp" else 7.0]}]
 
     monkeypatch.setattr(steps, "on_ranks", train)
-    found = {one["contender"]: one for one in steps.work(2, ["tiny"])}
-    assert [name for name, one in found.items() if "text" in one] == failed
-    assert all(found[name]["result"] == "torch.OutOfMemoryError: CUDA out of memory" for name in fails)
-    assert "losses [9.0, 8.0], expected [9.0, 7.0]" in found["minifsdp fully_shard"]["text"]
+    found = steps.work(2, "tiny", "fully_shard")
+    assert failed in found["text"] if failed else "text" not in found
+    results = {row["contender"]: row.get("result") for row in found["table"]}
+    memory = "torch.OutOfMemoryError: CUDA out of memory"
+    assert results == {f"{package} fully_shard": memory if package in fails else None for package in steps.PACKAGES}
 
 
 class ReadsTheTime(nn.Linear):
