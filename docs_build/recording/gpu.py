@@ -107,7 +107,7 @@ def table_of_evidence() -> str:
 
 
 def sentences() -> dict[str, str]:
-    """What all pages say about the runs on GPUs."""
+    """The sentences and numbers that all pages give about the runs on GPUs."""
     known = record()
     runs, rows = known["runs"], known["rows"].values()
     most = max(run["num_gpus"] for run in runs)

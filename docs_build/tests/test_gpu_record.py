@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from docs_build.pages.values import VALUES
+from docs_build.pages.directives import VALUES
 from docs_build.reading.order import ROOT
 from docs_build.recording import gpu, results
 from spec_tools.gpu.code import digest_of

@@ -10,7 +10,8 @@ A process ends in one of six ways:
 * ``stopped``: the time was over;
 * ``interrupted``: by Ctrl-C or SIGTERM.
 
-What was running gets this word as its outcome, with the last lines of the output. After the last two, it runs again.
+The test that was running gets this word as its outcome, with the last lines of the output. After the last two, it
+runs again.
 The next process continues with what comes after it: after an illegal memory access, a process cannot use the GPU any
 more.
 

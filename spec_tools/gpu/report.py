@@ -33,7 +33,7 @@ from spec_tools.gpu.stages import STAGES
 from spec_tools.gpu.suite import NO_DEVICE
 
 FORMAT = 1  # also read by `minifsdp_tools.simulate`
-# Of a table, these columns are long, and are only in the JSON file.
+# Columns that are only in the JSON file.
 LONG = ("losses", "shared")
 Facts = Mapping[str, Any]
 Record = dict[str, Any]

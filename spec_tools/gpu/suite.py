@@ -29,7 +29,7 @@ from spec_tools.gpu.stages import STAGES, limits
 TASKS = "spec_tools/gpu/tasks.py"
 # Trains a small model with both APIs and all strategies, with replicas, with accumulation and in bfloat16.
 SMOKE = "spec_tests/parity/test_parity.py"
-# Tests of these files failed on an H100, and nobody knows why.
+# Tests of these files failed on an H100, and the cause is not known.
 UNEXPLAINED = (
     "spec_tests/construction/test_constructor.py",
     "spec_tests/cases/test_compiled_models.py",
@@ -97,7 +97,7 @@ class Suite:
         for stage, until in limits(self.stages, time.time(), self.until):
             known = journal.read()
             left = [case for case in self.cases[stage] if case.name not in known.results]
-            # What was running when a run was cut off comes last.
+            # A test that was running when a run was cut off comes last.
             left.sort(key=lambda case: case.name in known.started)
             for case in cover.in_time(left, until):
                 self._run(items[case.name], case, stage)
