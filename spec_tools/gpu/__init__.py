@@ -15,9 +15,9 @@ stage             twelfths  what it checks
 ``variants``             1  the other tests of the spec, and other variants of the same tests
 ================  ========  ========================================================================================
 
-A stage that ends early gives its time to the next ones. At the end, stages that were not complete continue. All stages
-consist of tests of pytest, and run in one process with one pool of ranks for each number of ranks, because the start
-of CUDA and NCCL takes longer than most tests.
+A stage that ends early gives its time to the next ones. Stages that were not complete continue before
+``variants``. All stages consist of tests of pytest, and run in one process with one pool of ranks for each number of
+ranks, because the start of CUDA and NCCL takes longer than most tests.
 
 After an illegal memory access, a process cannot use the GPU any more. So if the process crashes or hangs, a new one
 continues with the next test. Each result is a line of the *journal* as soon as it is known. A run that is cut off loses

@@ -67,7 +67,7 @@ def work(what: str) -> dict[str, Any]:
 
 
 def nothing() -> None:
-    """Does nothing. To run it, the ranks must have started: a process each, the context of the device, and a process group."""
+    """Does nothing: the ranks only start, each with a process, a context of the device, and a process group."""
 
 
 def _of_a_process() -> dict[str, float]:

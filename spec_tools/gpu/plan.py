@@ -1,4 +1,4 @@
-"""The tasks and tests that a run would do in its time: ``python -m spec_tools.gpu --minutes 12 --plan``. It starts no rank.
+"""The tests that a run would do in its time: ``python -m spec_tools.gpu --minutes 12 --plan``. It starts no rank.
 
 The times are those of earlier runs, or guesses. The plan goes through the same stages in the same order as a run, with
 a clock that advances by the expected seconds.

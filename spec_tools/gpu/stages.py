@@ -88,8 +88,12 @@ STAGES = {
 
 
 def limits(names: Sequence[str], begin: float, end: float) -> Limits:
-    """The stages, each with the moment of its end; then all of them again, because some may not be complete."""
+    """The stages, each with the moment of its end; then all of them again, because some may not be complete.
+
+    So the last one, ``variants``, runs after the others are complete.
+    """
     total = sum(STAGES[name].share for name in names)
     shares = itertools.accumulate(STAGES[name].share for name in names)
-    first = [(name, begin + (end - begin) * share / total) for name, share in zip(names, shares, strict=True)]
+    moments = [begin + (end - begin) * share / total for share in shares]
+    first = [(name, until) for name, until in zip(names, moments, strict=True) if name != "variants"]
     return first + [(name, end) for name in names]
