@@ -4,6 +4,7 @@ import csv
 from statistics import median
 
 from docs_build.drawing.pictures import events_of
+from docs_build.recording.recordings import find
 from docs_build.recording.records import DATA, load
 from docs_build.templates import template
 from minifsdp_tools.events import peak_gathered_bytes
@@ -31,6 +32,7 @@ TABLES = template(
     load=load,
     median=median,
     events_of=events_of,
+    find=find,
     peak=peak_gathered_bytes,
     predictions=predictions,
     prediction_errors=prediction_errors,

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from docs_build.reading.order import path_of
+from docs_build.reading.source import find_function
 from minifsdp_tools.cost import Job, cost_of
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
@@ -57,3 +59,30 @@ def test_stored_bytes_of_the_example_are_those_of_the_package() -> None:
     assert (
         f"Of these, {example.stored / 1e9:g} GB are stored between steps; the gradients, one quarter, are freed" in text
     )
+
+
+LISTINGS = re.compile(r"\{\{ code (\S+) (\S+) \}\}")
+
+
+def code_of(module: str, function: str) -> str:
+    """What a listing shows: a function without its docstring."""
+    first, last, docstring = find_function(module, function)
+    lines = enumerate(path_of(module).read_text(encoding="utf-8").splitlines(), 1)
+    return "\n".join(line for n, line in lines if first <= n <= last and n not in docstring)
+
+
+@pytest.mark.parametrize("page", sorted((DOCS / "learn").glob("*.md")), ids=lambda page: page.stem)
+def test_listings_have_the_names_and_steps_that_the_text_above_them_announces(page: Path) -> None:
+    pieces = re.split(r"\n\n(?!\{\{ code)", page.read_text(encoding="utf-8"))
+    missing = []
+    # In a piece, listings follow a paragraph. A paragraph without a listing announces the next ones.
+    for place, piece in enumerate(pieces):
+        text = LISTINGS.sub("", piece)
+        if not re.search(r"[Ii]n the (code|package)\b|[Tt]he (next|two) functions?\b", text):
+            continue
+        shown = next((found for one in pieces[place:] if (found := LISTINGS.findall(one))), [])
+        code = "\n".join(code_of(*names) for names in shown)
+        steps = [f"# {number}." for number in re.findall(r"(?:step|stage) (\d)", text)]
+        names = re.findall(r"`(\w+)`", text)
+        missing += [one for one in [*names, *steps] if one not in code]
+    assert missing == []
