@@ -23,8 +23,8 @@ What you learn, step by step:
    reduce-scatter sends only the half that the rank keeps. It can run as soon as the gradient of *this* unit is
    complete.
 5. **Prefetch.** The all-gather of the next unit is issued before the gradients of the current unit are computed, so
-   that both run at the same time. Then two units are unsharded for a short time. This needs more memory. On a GPU it can
-   save time.
+   that both run at the same time. Then two units are unsharded for a short time. This needs more memory. On a GPU it
+   can save time.
 6. **Compare.** The order of events is exactly the same as in ``minifsdp``. Its engine also supports shared parameters,
    several dtypes, frozen parameters and streams, and reports errors.
 

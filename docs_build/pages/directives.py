@@ -155,6 +155,7 @@ SKETCHES: dict[str, Callable[[str], str]] = {
 }
 VERBS: dict[str, Verb] = {
     "answers": lambda lecture, _: exercises.answers_of(lecture),
+    "asked": lambda texts, _: paste.questions(texts),
     "asset": _pictured(_asset),
     "breaks": lambda *_: PAGES.breaks(load("stream-breaks")),
     "chapters": lambda *_: chapters.contents(),

@@ -9,6 +9,10 @@ There are two sources, and no separate list that could become outdated:
       {{ follows Watchdog caught collective operation timeout }}   so does this, but it follows from another error
       {{ launcher ChildFailedError }}                              this is the launcher's report of any error
 
+An entry can also have questions, in the words of a user who has no message::
+
+      {{ asked my training hangs | stuck at the first step }}
+
 An ellipsis in a quoted text stands for the variable parts. The script (``docs/assets/js/troubles.js``) ignores white
 space, quotes and case, so it recognises a message even if a terminal has wrapped it. The search of all pages
 (``search.js``) also calls it, because a search for words would also find the message's requirement.
@@ -29,6 +33,7 @@ from minifsdp.engine.messages import texts
 PAGE = ROOT / "docs" / "troubleshoot.md"
 KNOWN = "assets/troubles/known.js"  # path of the output of `script`
 ENTRY = re.compile(r"^### (?P<title>.+?) \{ #(?P<id>E-[\w-]+)[^}]*\}$(?P<body>.*?)(?=^##|\Z)", re.MULTILINE | re.DOTALL)
+ASKED = re.compile(r"^\{\{ asked (.*) \}\}$", re.MULTILINE)
 QUOTED = re.compile(r"^\{\{ (?P<verb>says|follows|launcher) (?P<texts>.*) \}\}$", re.MULTILINE)
 
 # Messages with lines of variable content, and the catalogue's entries for these lines. A single line is found as well.
@@ -47,11 +52,12 @@ class Known:
     Attributes:
         id: its anchor on the page.
         title: its heading.
-        api: the source of the error, ``minifsdp`` or ``PyTorch``.
+        api: the source of the error, ``minifsdp`` or ``PyTorch``; ``Symptom`` if there is no message.
         kind: ``error``; ``warning``, after which a program continues; ``follows``, mostly caused by another error;
             ``launcher``, always caused by another error.
         wholes: texts that match, each as its fixed parts in order.
         lines: the same for single lines of the message, which are used if no text in ``wholes`` matches.
+        asked: questions of users, which are used if no message matches.
     """
 
     id: str
@@ -60,6 +66,7 @@ class Known:
     kind: str
     wholes: list[list[str]]
     lines: list[list[str]]
+    asked: list[str]
 
 
 def known() -> list[Known]:
@@ -68,14 +75,16 @@ def known() -> list[Known]:
 
 
 def of_the_page() -> list[Known]:
-    """The entries of the page that quote errors of torch."""
+    """The entries of the page that quote errors of torch or have questions."""
     found = []
     for entry in ENTRY.finditer(PAGE.read_text(encoding="utf-8")):
         quotes = list(QUOTED.finditer(entry["body"]))
-        if quotes:
+        asked = [question for line in ASKED.findall(entry["body"]) for question in _texts(line)]
+        if quotes or asked:
             kind = next((quote["verb"] for quote in quotes if quote["verb"] != "says"), "error")
             wholes = [text.split("…") for quote in quotes for text in _texts(quote["texts"])]
-            found.append(Known(entry["id"], re.sub(r"[\\`]", "", entry["title"]), "PyTorch", kind, wholes, []))
+            title, api = re.sub(r"[\\`]", "", entry["title"]), "PyTorch" if quotes else "Symptom"
+            found.append(Known(entry["id"], title, api, kind, wholes, [], asked))
     return found
 
 
@@ -90,7 +99,7 @@ def _of_message(message: Message) -> Known:
     # The message consists only of its lines.
     wholes, lines = ([whole], lines) if whole else (lines, [])
     kind = "warning" if message.kind.endswith("Warning") else "error"
-    return Known(message.id, message.text, "minifsdp", kind, wholes, lines)
+    return Known(message.id, message.text, "minifsdp", kind, wholes, lines, [])
 
 
 def _pieces(template: str) -> list[str]:
@@ -107,6 +116,11 @@ def quoted(rest: str, *, is_first: bool) -> str:
     codes = ", ".join(f"<code>{escape(text, quote=False)}</code>" for text in _texts(rest))
     why = "" if is_first else "This error usually follows from another error, so look for that error first. "
     return Markup(f'<p class="quoted">{why}Read as {codes}</p>')
+
+
+def questions(rest: str) -> str:
+    """A line of an entry: the questions by which the box, the search and a reader recognise it."""
+    return Markup(f'<p class="quoted">Also asked as: {escape("; ".join(_texts(rest)), quote=False)}.</p>')
 
 
 def script() -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+import torch
 
 from spec_tests.harness.accounting import ROOT
 
@@ -203,17 +204,30 @@ def test_the_box_runs(page: str, tmp_path: Path) -> None:
 # ---- "Use it with your model" ----
 
 PAGE = (ROOT / "docs" / "use-it.md").read_text("utf-8")
-SCRIPTS = dict(zip(("fully_shard", "wrapper"), re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL), strict=True))
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+# For each API: the script, and the lines that load its checkpoint in one process.
+SCRIPTS = {"fully_shard": BLOCKS[:2], "wrapper": BLOCKS[2:]}
+PRINT_MASK = "print(f'mask {torch.nn.functional.dropout(torch.ones(64)).tolist()}')"
+SAVE_WEIGHTS = "torch.save(model.state_dict(), 'weights.pt')"
 
 
 @pytest.mark.parametrize("api", SCRIPTS)
-def test_the_script_trains_and_resumes(api: str, tmp_path: Path) -> None:
+def test_a_resumed_script_computes_the_same_bits_with_dropout(api: str, tmp_path: Path) -> None:
+    script, in_one_process = SCRIPTS[api]
+    assert "dropout=0.1" in script
+    assert "NUM_EPOCHS = 2" in script
     once, twice = tmp_path / "once", tmp_path / "twice"
     once.mkdir()
     twice.mkdir()
-    expected = output_of(SCRIPTS[api], once)
-    assert re.findall(r"^[^:]+", expected, re.MULTILINE) == ["epoch 1", "epoch 2"]
-    assert "NUM_EPOCHS = 2" in SCRIPTS[api]
-    first = output_of(SCRIPTS[api].replace("NUM_EPOCHS = 2", "NUM_EPOCHS = 1"), twice)
-    # The second run loads the weights and the optimizer state of the first one.
-    assert first + output_of(SCRIPTS[api], twice) == expected
+    lines = output_of(script + PRINT_MASK, once).splitlines(keepends=True)
+    expected = "".join(line for line in lines if line.startswith("epoch"))
+    assert len({line for line in lines if line.startswith("mask")}) == 2, "all ranks drop the same values"
+    first = output_of(script.replace("NUM_EPOCHS = 2", "NUM_EPOCHS = 1"), twice)
+    assert expected.count("\n") == 2
+    assert first + output_of(script, twice) == expected
+    weights = []
+    for folder in (once, twice):
+        output_of(in_one_process + SAVE_WEIGHTS, folder, num_ranks=1)
+        weights.append(torch.load(folder / "weights.pt"))
+    for name, value in weights[0].items():
+        assert torch.equal(value, weights[1][name]), name

@@ -47,10 +47,11 @@
       status.textContent = "";
       return;
     }
-    const { isSure, found } = window.findTroubles(text);
+    const { isSure, isAsked, found } = window.findTroubles(text);
     list.replaceChildren(...found.map((one, i) => show(one, i === 0)));
     const entries = `${found.length} ${found.length === 1 ? "entry" : "entries"}`;
-    if (!found.length) status.textContent = "No entry matches this text. Try the last lines of the rank that failed first, or the words of the error without names and numbers.";
+    if (!found.length) status.textContent = "No entry matches this text. Try the last lines of the rank that failed first, the words of the error without names and numbers, or a few words about the problem.";
+    else if (isAsked) status.textContent = `${entries} for these words: ${found[0].entry.title}`;
     else if (!isSure) status.textContent = `The text contains no complete message. ${entries} with a part of it: ${found[0].entry.title}`;
     else status.textContent = `${entries} found${found.length > 1 ? ", the likeliest cause first" : ""}: ${found[0].entry.title}`;
   }

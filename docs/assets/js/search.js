@@ -42,10 +42,11 @@
 
   window.minifsdpTroubles = troubles;  // for tests
 
-  /* The entries of "Troubleshoot" that a query matches with certainty, or with many consecutive words. */
+  /* The entries of "Troubleshoot" that a query matches with certainty, with many consecutive words, or as a question. */
   function troubles(query) {
-    const { isSure, found } = window.findTroubles(query);
-    return isSure || isLong(query) ? found.map((one) => `troubleshoot.html#${one.entry.id}`) : [];
+    const { isSure, isAsked, found } = window.findTroubles(query);
+    const shown = isAsked ? found.filter((one) => one.isClose) : isSure || isLong(query) ? found : [];
+    return shown.map((one) => `troubleshoot.html#${one.entry.id}`);
   }
 
   /* A message has colons and dashes, which are operators in the theme's search. */

@@ -6,6 +6,7 @@
    3. Each entry is searched by its address, by all of its fixed words in order, by single lines, and by a part of them.
    4. Errors that end a program come before warnings, then errors that mostly follow from another rank's error, and the
       launcher's report is last. Longer matches come before shorter ones.
+   5. If a few words match no message, they are compared with the questions of the entries, word by word.
 
    docs_build/pages/paste.py generates the known messages. Nothing is stored and nothing is sent. */
 (() => {
@@ -14,6 +15,8 @@
   const AT_MOST = 5;       // Number of entries that are shown.
   const BEGUN = 25;        // Number of characters of a truncated message that are enough to recognize it.
   const SHORT = 1000;      // Number of characters of a text that may be one truncated message.
+  const WORDY = 14;        // Number of words of a question.
+  const CLOSE = 0.7;       // Part of the words and of a question that must agree for the search of all pages.
   const IMPORTANCE = { error: 3, warning: 2, follows: 1, launcher: 0 };
 
   const squeeze = (text) => text.toLowerCase().replace(/[\s'"`\u2018\u2019\u201c\u201d\\│]/g, "");
@@ -177,10 +180,48 @@
     return [...entries.values()].sort((a, b) => order(b) - order(a) || b.weight - a.weight).slice(0, AT_MOST);
   }
 
+  /* 5. Words that say nothing about a problem, and the stem of a word: "saving" and "saved" are "sav", as "save" is. */
+  const EMPTY = new Set((
+    "a all am an and any are as at be been being both but by can cannot could did do does doesn don each every for from get " +
+    "gets give gives got had has have how i if in into is isn it its just me more my no not of off on one only or our so " +
+    "some than that the their them then there these they this to too use used uses using very was we were what when where " +
+    "which while why will with without won you your after before during again problem error fail fails failed work works say says"
+  ).split(" "));
+  const stemOf = (word) => word.replace(/ies$/, "y").replace(/(?<=..)(?:ing|ed|es|(?<!s)s)$/, "").replace(/(?<=..)e$/, "").replace(/(.)\1$/, "$1");
+  const stemsOf = (text) => new Set(wordsOf(text).filter((word) => !EMPTY.has(word)).map(stemOf));
+
+  const asking = known.filter((entry) => entry.asked.length).map((entry) => {
+    const questions = entry.asked.map((question) => ({ question, stems: stemsOf(question) }));
+    return { entry, questions, stems: new Set(questions.flatMap(({ stems }) => [...stems])) };
+  });
+  const rarity = new Map();
+  asking.forEach(({ stems }) => stems.forEach((stem) => rarity.set(stem, (rarity.get(stem) || 0) + 1)));
+  const weightOf = (stems) => stems.reduce((sum, stem) => sum + Math.log(1 + asking.length / (rarity.get(stem) || 1)), 0);
+
+  /* An entry counts if half of the words are in its questions. The closest question decides about the order. */
+  function answering(text) {
+    const said = [...stemsOf(text)];
+    if (!said.length || wordsOf(text).length > WORDY || /[:\n]/.test(text.trim())) return [];
+    const found = [];
+    for (const { entry, questions, stems } of asking) {
+      const part = weightOf(said.filter((stem) => stems.has(stem))) / weightOf(said);
+      if (part < 0.5) continue;
+      const common = (one) => weightOf(said.filter((stem) => one.stems.has(stem)));
+      const likeness = (one) => common(one) / Math.sqrt(weightOf(said) * weightOf([...one.stems]));
+      const best = questions.reduce((a, b) => (likeness(b) > likeness(a) ? b : a));
+      const isClose = part > CLOSE && common(best) / weightOf([...best.stems]) > CLOSE;
+      const why = `Other users ask: “${best.question}”.`;
+      found.push({ entry, weight: part + likeness(best), isClose, ranks: new Set(), why });
+    }
+    return found.sort((a, b) => b.weight - a.weight).slice(0, AT_MOST);
+  }
+
   function find(text) {
     const parts = inOrder(text).filter((part) => part.squeezed);
     const sure = certain(parts);
-    return { isSure: sure.length > 0, found: ranked(sure.length ? sure : partial(parts)) };
+    const found = ranked(sure.length ? sure : partial(parts));
+    if (found.length) return { isSure: sure.length > 0, isAsked: false, found };
+    return { isSure: false, isAsked: true, found: answering(text) };
   }
 
   window.findTroubles = find;
