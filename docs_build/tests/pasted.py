@@ -9,10 +9,12 @@ from string import Formatter
 from docs_build.reading.messages import Message
 from minifsdp.engine.messages import COMMAND, MORE, PAGE, texts
 
-__all__ = ["OF_TORCH", "not_first", "spoken", "traceback"]
+__all__ = ["ASKED", "OF_TORCH", "not_first", "spoken", "traceback"]
 
 # By the ID of the entry that must be found first.
 OF_TORCH = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+# Problems in the words of users, with the ID of their entry.
+ASKED = tomllib.loads(Path(__file__).with_name("asked.toml").read_text(encoding="utf-8"))
 # Plausible values for the placeholders, by their names. All others get the default in `spoken`.
 VALUES = {
     "path": "layers.3.attention.query.weight",

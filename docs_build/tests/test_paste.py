@@ -11,12 +11,12 @@ import pytest
 from docs_build.pages import paste
 from docs_build.reading.messages import messages
 from docs_build.tests.browser import Tab
-from docs_build.tests.pasted import OF_TORCH, not_first, spoken, traceback
+from docs_build.tests.pasted import ASKED, OF_TORCH, not_first, spoken, traceback
 from minifsdp.engine.messages import PAGE
 
 
 def test_page_has_errors_of_torch_with_cause_remedy_and_an_example_each() -> None:
-    assert {one.id for one in paste.of_the_page()} == OF_TORCH.keys()
+    assert {one.id for one in paste.of_the_page() if one.wholes} == OF_TORCH.keys()
     bodies = {entry["id"]: entry["body"] for entry in paste.ENTRY.finditer(paste.PAGE.read_text(encoding="utf-8"))}
     for id in OF_TORCH:
         assert "**Cause.**" in bodies[id]
@@ -66,6 +66,12 @@ def test_cause_is_listed_before_consequences_and_the_report_of_the_launcher_last
     cause = traceback(OF_TORCH["E-out-of-memory"], "[rank2]: ")
     found = found_in(page, {"all": "\n".join([spoken(warning, True), *follows, cause])})["all"]
     assert found == ["E-out-of-memory", "E-old-spelling", "E-watchdog", "E-child-failed"]
+
+
+def test_problem_in_the_words_of_a_user_is_among_the_first_three(page: Tab) -> None:
+    found = found_in(page, {words: words for words in ASKED})
+    assert len(ASKED) == 40
+    assert {words: found[words][:3] for words, id in ASKED.items() if id not in found[words][:3]} == {}
 
 
 UNKNOWN = [

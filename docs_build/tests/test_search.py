@@ -11,7 +11,7 @@ import pytest
 
 from docs_build.reading.messages import messages
 from docs_build.tests.browser import Tab
-from docs_build.tests.pasted import OF_TORCH, not_first, spoken
+from docs_build.tests.pasted import ASKED, OF_TORCH, not_first, spoken
 
 READY = "document.querySelector('.md-search-result__meta').textContent.includes('Type to start')"
 # Types a text into the search field and waits until the theme has drawn the answer. Search for one text at a time:
@@ -43,6 +43,14 @@ def test_each_error_finds_its_entry_first_also_from_a_local_file(site: Path, tab
     found = {id: tab.look(f"{ASK}({json.dumps(text)})") for id, text in (ours | torchs).items()}
     assert not_first(found) == {}
     assert tab.problems() == []
+
+
+@pytest.mark.parametrize("words", ["loss becomes nan", "my training hangs", "ran out of memory", "slower than DDP"])
+def test_problem_in_a_few_words_finds_its_entry_first(site: Path, tab: Tab, words: str) -> None:
+    tab.open((site / "index.html").as_uri())
+    tab.click(".md-search__input")
+    tab.wait_for(READY, 120)
+    assert tab.look(f"{ASK}({json.dumps(words)})")[0] == ASKED[words]
 
 
 WORDS = {

@@ -65,7 +65,7 @@ LISTINGS = re.compile(r"\{\{ code (\S+) (\S+) \}\}")
 
 
 def code_of(module: str, function: str) -> str:
-    """What a listing shows: a function without its docstring."""
+    """A function as a listing shows it, without its docstring."""
     first, last, docstring = find_function(module, function)
     lines = enumerate(path_of(module).read_text(encoding="utf-8").splitlines(), 1)
     return "\n".join(line for n, line in lines if first <= n <= last and n not in docstring)

@@ -15,6 +15,8 @@
   const AT_MOST = 5;       // Number of entries that are shown.
   const BEGUN = 25;        // Number of characters of a truncated message that are enough to recognize it.
   const SHORT = 1000;      // Number of characters of a text that may be one truncated message.
+  const UNKNOWN = 5;       // Number of entries that are assumed to have a word that no question has.
+  const HALF = 0.5;        // Part of the words that the questions of an entry must have.
   const WORDY = 14;        // Number of words of a question.
   const CLOSE = 0.7;       // Part of the words and of a question that must agree for the search of all pages.
   const IMPORTANCE = { error: 3, warning: 2, follows: 1, launcher: 0 };
@@ -187,8 +189,8 @@
     "some than that the their them then there these they this to too use used uses using very was we were what when where " +
     "which while why will with without won you your after before during again problem error fail fails failed work works say says"
   ).split(" "));
-  const stemOf = (word) => word.replace(/ies$/, "y").replace(/(?<=..)(?:ing|ed|es|(?<!s)s)$/, "").replace(/(?<=..)e$/, "").replace(/(.)\1$/, "$1");
-  const stemsOf = (text) => new Set(wordsOf(text).filter((word) => !EMPTY.has(word)).map(stemOf));
+  const stemOf = (word) => word.replace(/ies$/, "y").replace(/(?<=differ)(?:ent|ence)$/, "").replace(/(?<=..)(?:ing|ed|es|(?<!s)s)$/, "").replace(/(?<=..)e$/, "").replace(/(.)\1$/, "$1");
+  const stemsOf = (text) => new Set(wordsOf(text).filter((word) => !EMPTY.has(word) && !/^\d+$/.test(word)).map(stemOf));
 
   const asking = known.filter((entry) => entry.asked.length).map((entry) => {
     const questions = entry.asked.map((question) => ({ question, stems: stemsOf(question) }));
@@ -196,16 +198,17 @@
   });
   const rarity = new Map();
   asking.forEach(({ stems }) => stems.forEach((stem) => rarity.set(stem, (rarity.get(stem) || 0) + 1)));
-  const weightOf = (stems) => stems.reduce((sum, stem) => sum + Math.log(1 + asking.length / (rarity.get(stem) || 1)), 0);
+  // A word that is in no question counts as much as one that is in several.
+  const weightOf = (stems) => stems.reduce((sum, stem) => sum + Math.log(1 + asking.length / (rarity.get(stem) || UNKNOWN)), 0);
 
-  /* An entry counts if half of the words are in its questions. The closest question decides about the order. */
+  /* An entry counts if its questions have half of the words. The closest question decides about the order. */
   function answering(text) {
     const said = [...stemsOf(text)];
     if (!said.length || wordsOf(text).length > WORDY || /[:\n]/.test(text.trim())) return [];
     const found = [];
     for (const { entry, questions, stems } of asking) {
       const part = weightOf(said.filter((stem) => stems.has(stem))) / weightOf(said);
-      if (part < 0.5) continue;
+      if (part < HALF) continue;
       const common = (one) => weightOf(said.filter((stem) => one.stems.has(stem)));
       const likeness = (one) => common(one) / Math.sqrt(weightOf(said) * weightOf([...one.stems]));
       const best = questions.reduce((a, b) => (likeness(b) > likeness(a) ? b : a));
