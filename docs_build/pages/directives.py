@@ -39,7 +39,7 @@ FINDINGS = ROOT / "spec_tools" / "torch_streams" / "torch-findings.md"
 # Makes HTML or Markdown from the text after the verb and from the address of the page.
 Verb = Callable[[str, str], str]
 VALUES: dict[str, Callable[[], object]] = {
-    # What all pages say about the runs on GPUs.
+    # The same sentences about GPUs on all pages.
     "gpu-where": lambda: gpu.sentences()["where"],
     "gpu-minutes": lambda: gpu.sentences()["minutes"],
     "gpu-tests": lambda: gpu.sentences()["tests"],

@@ -8,7 +8,7 @@ from urllib.parse import unquote, urlsplit
 
 ANCHOR = re.compile(r'<[a-z][^<>]*?\sid="([^"]+)"')
 LINK = re.compile(r'<a\s[^<>]*?\bhref="([^"]*)"')
-# What a browser fetches by itself: scripts, styles, pictures.
+# The scripts, styles and pictures that a browser loads with a page.
 LOADED = re.compile(r'<(?:script|img|iframe|source)\s[^<>]*?\bsrc="([^"]+)"|<link\s[^<>]*?\bhref="([^"]+)"')
 # Neighbours of a page, and its own address.
 NOT_LOADED = re.compile(r'<link\s[^<>]*?\brel="?(?:canonical|prev|next)\b[^<>]*>')

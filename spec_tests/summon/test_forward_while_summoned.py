@@ -21,7 +21,7 @@ each_setting = apis.settings_of(*itertools.product((apis.WRAPPED, apis.ORIGINALS
 
 
 def assert_same_outputs(model: Any, plain: Any) -> None:
-    """Of the model, of the module inside its wrapper, and of one block."""
+    """The model, the module inside its wrapper, and one block have the outputs of the plain model."""
     assert torch.equal(model(batch()), plain(batch()))
     assert torch.equal(model.module(batch()), plain(batch()))
     assert torch.equal(model.module.blocks[1](batch()), plain.blocks[1](batch()))
