@@ -33,7 +33,6 @@ SMOKE = "spec_tests/parity/test_parity.py"
 UNEXPLAINED = (
     "spec_tests/construction/test_constructor.py",
     "spec_tests/cases/test_compiled_models.py",
-    "spec_tests/modes/test_compiled_graphs.py",
 )
 NO_DEVICE = "no device"
 LONGEST_TEXT = 20_000  # characters of the output of a failed test; those of `UNEXPLAINED` have all of it

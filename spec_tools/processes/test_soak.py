@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import threading
 import tracemalloc
@@ -33,13 +34,20 @@ def start_thread() -> threading.Thread:
     return thread
 
 
+def write_new_pages() -> mmap.mmap:
+    """Memory of the system itself: the allocator may give out memory that this process has already used."""
+    pages = mmap.mmap(-1, 20 * 2**20)
+    pages.write(bytes(len(pages)))
+    return pages
+
+
 LEAKS: dict[str, Callable[[], Any]] = {
     "tensors": lambda: torch.zeros(1),
     "descriptors": lambda: os.open(os.devnull, os.O_RDONLY),
     "threads": start_thread,
     "objects": lambda: CommStreams(torch.device("cpu")),
     "python_bytes": lambda: bytearray(200_000),
-    "resident_bytes": lambda: bytearray(20 * 2**20),
+    "resident_bytes": write_new_pages,
     "on_disk": lambda: Path("a file").touch(),
 }
 
