@@ -269,7 +269,7 @@ MOMENTS = [1, 2, 4, 6, 9, 12, 16, 20, 24, 28]  # lines of the journal after whic
 
 
 @pytest.mark.spec("KIT-05", "KIT-07", "KIT-24")
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("num_lines", MOMENTS)
 def test_same_command_continues_a_run_that_was_killed(num_lines: int, tmp_path: Path) -> None:
     path = tmp_path / "gpu-journal-cpu.jsonl"

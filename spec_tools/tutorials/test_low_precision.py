@@ -31,7 +31,7 @@ def losses_of(program: str, num_ranks: int, folder: Path = FOLDER) -> tuple[list
 
 
 @pytest.mark.spec("TRAIN-33")
-@pytest.mark.in_turn(2)
+@pytest.mark.in_turn(1)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_low_precision_learns_as_the_plain_training_does(program: str) -> None:
     plain, low = losses_of(program, 2)
