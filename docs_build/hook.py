@@ -177,8 +177,9 @@ def on_post_page(output: str, **_: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """7. Splits the search index, and follows every link."""
+    """7. Splits the search index, repairs the search, and follows every link."""
     site = Path(config.site_dir)
     searching.cut_index(site / "search")
+    searching.repair_lunr(site / "assets" / "javascripts" / "workers")
     for problem in links.problems(site):
         log.warning(problem)

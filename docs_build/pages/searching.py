@@ -1,6 +1,6 @@
 """The search index of a page: only its own text, without navigation and pictures.
 
-The theme's plugin makes the index from each page's HTML. This module changes three things:
+The theme's plugin makes the index from each page's HTML. This module changes four things:
 
 1. Parts that every page has, or that are pictures, have ``data-search-exclude`` in the templates, and the plugin leaves
    them out. Otherwise an excerpt begins with "4 of 123 in reading order", and a search for "block" finds boxes of a
@@ -10,6 +10,9 @@ The theme's plugin makes the index from each page's HTML. This module changes th
    ``docs/assets/js/search.js`` loads when a search begins. It is a script, because a page opened from a disk cannot
    fetch other files.
 3. Pages have different weights: a search for "save checkpoint" finds the page that explains it before the modules.
+4. lunr, the library for searching, compares nodes of its index by a text that joins labels and numbers of nodes. With
+   digits as labels, two different nodes can have the same text, and then some queries raise an error. Here a sign ends
+   each number.
 """
 
 import json
@@ -44,3 +47,17 @@ def cut_index(folder: Path) -> None:
     whole.write_text(settings, encoding="utf-8")
     # For pages opened from a disk the theme loads this file.
     (folder / "search_index.js").write_text(f"var __index = {settings};\n", encoding="utf-8")
+
+
+def repair_lunr(folder: Path) -> None:
+    """4. Makes the texts of different nodes different, in the script that the theme searches with.
+
+    Raises:
+        ValueError: there is no such script, or it does not have the place once, for example in a new version of the theme.
+    """
+    (script,) = folder.glob("search.*.min.js")
+    text = script.read_text(encoding="utf-8")
+    before, after = "e=e+s+o.id}", 'e=e+s+o.id+";"}'
+    if text.count(before) != 1:
+        raise ValueError(f"{script} has {before!r} {text.count(before)} times; see docs_build/pages/searching.py")
+    script.write_text(text.replace(before, after), encoding="utf-8")

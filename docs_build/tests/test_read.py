@@ -56,6 +56,8 @@ def test_requirements_recorded_for_a_line_are_linked_there() -> None:
     pages = {name: module_page(name) for name in all_modules() if breaks_of(name)}
     for known_as, entry in json.loads(RECORD.read_text(encoding="utf-8"))["mutants"].items():
         name, line = first_changed_line(BREAKS[known_as])
+        if name.startswith("spec_tools/"):
+            continue  # The tools beside the package have no pages.
         row = next(row for row in source.read_module(name).rows if line in row.lines)
         if entry["red"]:
             section = pages[name].partition(f'id="{row.anchor}"')[2].partition("<section ")[0]
