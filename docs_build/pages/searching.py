@@ -53,7 +53,7 @@ def repair_lunr(folder: Path) -> None:
     """4. Makes the texts of different nodes different, in the script that the theme searches with.
 
     Raises:
-        ValueError: there is no such script, or it does not have the place once, for example in a new version of the theme.
+        ValueError: there is no such script, or not one such place in it, as with a new version of the theme.
     """
     (script,) = folder.glob("search.*.min.js")
     text = script.read_text(encoding="utf-8")
