@@ -42,7 +42,7 @@ OF_TORCHRUN = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_A
 SETTINGS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_DEBUG": "WARN"}
 PATIENCE = 5.0  # seconds that processes have to write their stacks
 PAUSE = 5.0  # seconds between two reports
-LAST_LINES = 60
+LAST_LINES = 200  # the stack of a test inside pytest has about 50 lines, and several processes may write theirs
 
 
 def run_process(command: Sequence[str], folder: Path, limit: float, until: float, report: Path) -> str:
